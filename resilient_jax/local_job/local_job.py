@@ -1,4 +1,4 @@
-"""A job on this machine as a child process, which campaigns, the demo, benchmarks and tests observe and break."""
+"""A job on this machine as a child process, which the demo, benchmarks, campaigns and tests observe and break."""
 
 import contextlib
 import os
@@ -7,18 +7,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from resilient_jax.chaos.invariants import describe_event
-from resilient_jax.chaos.observed_job import JobObserver, JobTimeout, ObservedJob
-from resilient_jax.chaos.signals import send_signal
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids, read_job_report
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import InternalError, ResilientJaxError
+from resilient_jax.local_job.observed_job import JobObserver, JobTimeout, ObservedJob, describe_event
 from resilient_jax.protocol.failpoints import (
     ANY_INDEX,
     ANY_STEP,
@@ -196,3 +194,10 @@ class LocalJob(ObservedJob):
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise JobTimeout(f"the job did not end within {timeout_s:g} s:\n{self.read_tail()}") from error
+
+
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to each process that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

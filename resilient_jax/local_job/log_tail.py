@@ -1,4 +1,4 @@
-"""Incremental readers of a running job's event logs and ledgers."""
+"""Incremental readers of the logs that a running job writes, a record a line."""
 
 import contextlib
 from pathlib import Path
@@ -8,7 +8,6 @@ import msgspec
 
 from resilient_jax.errors import MessageError
 from resilient_jax.events import Event
-from resilient_jax.protocol.ledger import ENTRY_DECODER, LedgerEntry
 from resilient_jax.protocol.message_decoding import decode_message
 
 T = TypeVar("T")
@@ -47,8 +46,3 @@ class LogTail(Generic[T]):
 def tail_events(directory: Path) -> LogTail[Event]:
     """Return a reader of the event logs of all hosts in a run folder."""
     return LogTail(directory, "*.events.jsonl", msgspec.json.Decoder(Event))
-
-
-def tail_ledger(directory: Path) -> LogTail[LedgerEntry]:
-    """Return a reader of the ledgers of all workers."""
-    return LogTail(directory, "*.jsonl", ENTRY_DECODER)

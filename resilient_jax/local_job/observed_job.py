@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import msgspec
 
-from resilient_jax.chaos.log_tail import tail_events
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event
+from resilient_jax.local_job.log_tail import tail_events
 from resilient_jax.telemetry.event_log import read_events
 
 T = TypeVar("T")
@@ -163,3 +163,12 @@ class ObservedJob(abc.ABC):
             return next(filter(holds, new), None)
 
         return self.wait_for(what, find, timeout_s)
+
+
+def describe_event(event: Event) -> str:
+    """Return an event as a line for people, without its time."""
+    detail = " ".join(f"{name}={value}" for name, value in event.detail.items())
+    words = [event.host, str(event.kind)]
+    words += [f"g{event.generation}"] if event.generation is not None else []
+    words += [f"step {event.step}"] if event.step is not None else []
+    return " ".join([*words, detail]).strip()

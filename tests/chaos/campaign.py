@@ -9,26 +9,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from resilient_jax.chaos.active_faults import ActiveFaults
-from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
-from resilient_jax.chaos.faults import fault_duration_s, fault_kind
-from resilient_jax.chaos.incident_injector import IncidentInjector
-from resilient_jax.chaos.injection import FaultEnvironment
-from resilient_jax.chaos.invariants import Invariant, Violation, deduplicate, format_timeline
-from resilient_jax.chaos.job_monitor import InvariantBroken, JobMonitor
-from resilient_jax.chaos.leaks import check_leftovers, identify_process, list_shared_segments, sample_job
-from resilient_jax.chaos.ledger_invariants import check_commits, check_completeness
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.log_tail import LogTail
-from resilient_jax.chaos.manifest import CampaignManifest, Incident
-from resilient_jax.chaos.membership_invariants import check_membership
-from resilient_jax.chaos.observed_job import JobEnded
-from resilient_jax.chaos.reference_run import ReferenceRun
-from resilient_jax.chaos.resource_growth import ProcessSample, ResourceGrowth, measure_growth
-from resilient_jax.chaos.targets import is_training, list_pids
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.config import JobConfig, override_values
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.log_tail import LogTail
+from resilient_jax.local_job.observed_job import JobEnded
+from resilient_jax.local_job.recovery import is_training
 from resilient_jax.protocol.ledger import LedgerEntry
+from tests.chaos.active_faults import ActiveFaults
+from tests.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
+from tests.chaos.faults import fault_duration_s, fault_kind
+from tests.chaos.incident_injector import IncidentInjector
+from tests.chaos.injection import FaultEnvironment
+from tests.chaos.invariants import Invariant, Violation, deduplicate, format_timeline
+from tests.chaos.job_monitor import InvariantBroken, JobMonitor
+from tests.chaos.leaks import check_leftovers, identify_process, list_shared_segments, sample_job
+from tests.chaos.ledger_invariants import check_commits, check_completeness
+from tests.chaos.manifest import CampaignManifest, Incident
+from tests.chaos.membership_invariants import check_membership
+from tests.chaos.reference_run import ReferenceRun
+from tests.chaos.resource_growth import ProcessSample, ResourceGrowth, measure_growth
+from tests.chaos.targets import list_pids
 
 STOP_AHEAD_STEPS = 30
 """Lead of the stop step: all hosts must read the stop file before they reach that step."""

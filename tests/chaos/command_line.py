@@ -1,4 +1,4 @@
-"""`resilient-jax chaos`: inject the faults of a manifest into a job, and check the job's invariants."""
+"""`python tests/chaos`: inject the faults of a manifest into a job, and check the job's invariants."""
 
 import dataclasses
 import json
@@ -9,15 +9,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from resilient_jax.chaos.campaign import CampaignResult
-from resilient_jax.chaos.delta_debugging import is_same_failure, minimize_manifest
-from resilient_jax.chaos.manifest import CampaignManifest, ChaosJob, load_manifest
-from resilient_jax.chaos.manifest_toml import format_manifest
-from resilient_jax.chaos.random_campaigns import MAX_GAP_STEPS, MIN_GAP_STEPS, RandomCampaign, draw_campaign
-from resilient_jax.chaos.runner import CampaignSetup, run_campaign
-from resilient_jax.cli.bundled_files import find_bundled_file
-from resilient_jax.cli.chaos_options import (
-    CAMPAIGNS,
+import typer
+
+from resilient_jax.cli.ending_signals import ended_by_signals
+from resilient_jax.cli.options import StoreTlsOption, check_script, check_store, print_line
+from resilient_jax.cluster.run_directory import create_run_directory
+from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
+from tests.chaos.campaign import CampaignResult
+from tests.chaos.command_options import (
     CampaignOption,
     GapOption,
     HostsOption,
@@ -34,11 +33,14 @@ from resilient_jax.cli.chaos_options import (
     StepsOption,
     StoreOption,
 )
-from resilient_jax.cli.ending_signals import ended_by_signals
-from resilient_jax.cli.options import StoreTlsOption, check_script, check_store, print_line
-from resilient_jax.cluster.run_directory import create_run_directory
-from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
+from tests.chaos.delta_debugging import is_same_failure, minimize_manifest
+from tests.chaos.manifest import CampaignManifest, ChaosJob, load_manifest
+from tests.chaos.manifest_toml import format_manifest
+from tests.chaos.paths import CAMPAIGNS, REPOSITORY
+from tests.chaos.random_campaigns import MAX_GAP_STEPS, MIN_GAP_STEPS, RandomCampaign, draw_campaign
+from tests.chaos.runner import CampaignSetup, run_campaign
 
+PROGRAM = "python tests/chaos"
 CAMPAIGN_FOLDER = "campaign"
 """Folder of the campaign itself in the run folder, beside those of the reference run and the compilation cache."""
 
@@ -74,12 +76,13 @@ def chaos(
     last events of all hosts and the manifest that replays them, and exits with 89.
 
     The script must stop at a given step: at the one in the file that the environment variable
-    RESILIENT_JAX_CHAOS_STOP_STEP names (see examples/chaos_job.py), or always after `job.steps` (or --steps) steps.
+    RESILIENT_JAX_CHAOS_STOP_STEP names (see tests/chaos/jobs/chaos_job.py), or always after `job.steps` (or --steps)
+    steps.
 
     Ctrl-C, SIGTERM and SIGHUP end the job and remove the campaign's disks and networks; the exit code is 128 plus the
     signal's number.
 
-    Example: resilient-jax chaos --random --seed 7 --incidents 20 -- examples/chaos_job.py
+    Example: python tests/chaos --random --seed 7 --incidents 20 -- tests/chaos/jobs/chaos_job.py
     """
     manifest, script = _read_words(words or [], campaign)
     if random:
@@ -113,7 +116,7 @@ def chaos(
             runs.shrink(manifest, result, repeat)
     if result.violations:
         raise CampaignFailed(
-            f"{len(result.violations)} invariants do not hold; replay: resilient-jax chaos {written} -- "
+            f"{len(result.violations)} invariants do not hold; replay: {PROGRAM} {written} -- "
             + " ".join(command)
         )
 
@@ -121,7 +124,7 @@ def chaos(
 def _read_words(words: list[str], campaign: str | None) -> tuple[CampaignManifest | None, list[str]]:
     """Return the manifest that the command line names, if any, and the command of the script."""
     if campaign is not None:
-        return load_manifest(find_bundled_file(f"{CAMPAIGNS}/{campaign}.toml")), words
+        return load_manifest(CAMPAIGNS / f"{campaign}.toml"), words
     if words and words[0].endswith(".toml"):
         return load_manifest(Path(words[0])), words[1:]
     return None, words
@@ -134,7 +137,7 @@ def _find_script(script: list[str], manifest: CampaignManifest) -> tuple[str, ..
         raise CallerError(
             "chaos: found no script, expected one after `--`, or the key script in the manifest"
         )
-    return check_script([str(find_bundled_file(manifest.script[0])), *manifest.script[1:]])
+    return check_script([str(REPOSITORY / manifest.script[0]), *manifest.script[1:]])
 
 
 def _create_directory(run_dir: Path | None) -> Path:
@@ -231,3 +234,19 @@ def _print_result(result: CampaignResult, manifest: Path, *, as_json: bool) -> N
     for record in result.skipped:
         print_line(f"skipped {record.describe()}: {record.skip_reason}")
     print_line(", ".join(f"{name} {value}" for name, value in figures.items()))
+
+
+def main() -> None:
+    """Run a campaign; report an error of this package in one line and by its exit code, without a traceback."""
+    app = typer.Typer(
+        name=PROGRAM,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.command()(chaos)
+    try:
+        app(prog_name=PROGRAM)
+    except ResilientJaxError as error:
+        sys.stderr.write(f"chaos: {error}\n")
+        sys.exit(int(error.exit_code))

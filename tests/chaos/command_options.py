@@ -1,14 +1,12 @@
-"""The options and arguments of `resilient-jax chaos`."""
+"""The options and arguments of `python tests/chaos`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from resilient_jax.chaos.manifest import MAX_NUMBER
-from resilient_jax.chaos.random_campaigns import MAX_GAP_STEPS, MIN_GAP_STEPS
-
-CAMPAIGNS = "configs/chaos"
+from tests.chaos.manifest import MAX_NUMBER
+from tests.chaos.random_campaigns import MAX_GAP_STEPS, MIN_GAP_STEPS
 
 ManifestAndScript = Annotated[
     list[str] | None,
@@ -17,7 +15,7 @@ ManifestAndScript = Annotated[
     ),
 ]
 CampaignOption = Annotated[
-    str | None, typer.Option(help=f"A manifest of {CAMPAIGNS} by its name, such as process or soak.")
+    str | None, typer.Option(help="A manifest of tests/chaos/campaigns by its name, such as process or soak.")
 ]
 RandomOption = Annotated[
     bool, typer.Option("--random", help="Draw the incidents from published failure rates.")

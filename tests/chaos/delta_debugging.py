@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from resilient_jax.chaos.invariants import Violation
-from resilient_jax.chaos.manifest import CampaignManifest, Incident
+from tests.chaos.invariants import Violation
+from tests.chaos.manifest import CampaignManifest, Incident
 
 
 def minimize_manifest(

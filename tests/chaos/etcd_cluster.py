@@ -16,12 +16,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.chaos.manifest import STORE_MEMBERS
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import HostSite
 from resilient_jax.errors import CallerError, InternalError
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.transport.credentials import TlsFiles
+from tests.chaos.manifest import STORE_MEMBERS
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Below the ports that the kernel gives to outgoing connections."""

@@ -5,7 +5,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from resilient_jax.chaos.faults import (
+from resilient_jax.errors import ChecksumMismatch
+from resilient_jax.events import Event, EventKind
+from resilient_jax.health.finding import FindingKind
+from tests.chaos.faults import (
     TEMPORARY_FAULTS,
     BitFlip,
     DeviceLoss,
@@ -24,11 +27,8 @@ from resilient_jax.chaos.faults import (
     fault_kind,
     is_message_flip,
 )
-from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.chaos.manifest import Incident, TargetPart
-from resilient_jax.errors import ChecksumMismatch
-from resilient_jax.events import Event, EventKind
-from resilient_jax.health.finding import FindingKind
+from tests.chaos.invariants import Invariant, Violation
+from tests.chaos.manifest import Incident, TargetPart
 
 NOTICEABLE_STOP_S = 1.0
 """Shorter stops need no event: a busy machine has such pauses without a fault."""

@@ -6,9 +6,13 @@ import random
 import time
 from collections.abc import Callable
 
-from resilient_jax.chaos.active_faults import ActiveFaults
-from resilient_jax.chaos.expected_events import IncidentRecord
-from resilient_jax.chaos.faults import (
+from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.events import EventKind
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPointAction, FailPointOrder, HoldAction
+from tests.chaos.active_faults import ActiveFaults
+from tests.chaos.expected_events import IncidentRecord
+from tests.chaos.faults import (
     LAUNCHER_FAULTS,
     NETWORK_FAULTS,
     ClockJump,
@@ -23,20 +27,16 @@ from resilient_jax.chaos.faults import (
     SlowInput,
     UserException,
 )
-from resilient_jax.chaos.injection import FaultEnvironment, FaultUnsupported, get_worker_action, inject_fault
-from resilient_jax.chaos.job_monitor import JobMonitor
-from resilient_jax.chaos.leaks import ProcessIdentity, identify_process
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.manifest import STORE_MEMBERS, CampaignManifest, Incident, TargetPart
-from resilient_jax.chaos.targets import (
+from tests.chaos.injection import FaultEnvironment, FaultUnsupported, get_worker_action, inject_fault
+from tests.chaos.job_monitor import JobMonitor
+from tests.chaos.leaks import ProcessIdentity, identify_process
+from tests.chaos.manifest import STORE_MEMBERS, CampaignManifest, Incident, TargetPart
+from tests.chaos.targets import (
     find_service_host,
     find_target_pids,
     resolve_hosts,
     resolve_members,
 )
-from resilient_jax.cluster.job_report import JobReport
-from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
 STORE_PARTS = (TargetPart.STORE, TargetPart.STORE_MEMBER)
 LAUNCHER_PARTS = (TargetPart.STORE, TargetPart.FORK_SERVER, TargetPart.LAUNCHER)

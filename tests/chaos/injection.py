@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import assert_never
 
-from resilient_jax.chaos import bit_flips, cpu_quota, resource_limits, wall_clock
-from resilient_jax.chaos.active_faults import ActiveFaults
-from resilient_jax.chaos.device_loss import lose_device
-from resilient_jax.chaos.disk import Disk
-from resilient_jax.chaos.etcd_cluster import EtcdCluster
-from resilient_jax.chaos.faults import (
+from resilient_jax.errors import CallerError
+from resilient_jax.local_job.local_job import send_signal
+from resilient_jax.protocol import failpoints
+from tests.chaos import bit_flips, cpu_quota, resource_limits, wall_clock
+from tests.chaos.active_faults import ActiveFaults
+from tests.chaos.device_loss import lose_device
+from tests.chaos.disk import Disk
+from tests.chaos.etcd_cluster import EtcdCluster
+from tests.chaos.faults import (
     BitFlip,
     ClockJump,
     DeviceLoss,
@@ -41,12 +44,9 @@ from resilient_jax.chaos.faults import (
     UserException,
     fault_kind,
 )
-from resilient_jax.chaos.network import Network
-from resilient_jax.chaos.output_copy import OutputCopy
-from resilient_jax.chaos.signals import resume_processes, send_signal
-from resilient_jax.chaos.strangers import flood_ports
-from resilient_jax.errors import CallerError
-from resilient_jax.protocol import failpoints
+from tests.chaos.network import Network
+from tests.chaos.output_copy import OutputCopy
+from tests.chaos.strangers import flood_ports
 
 EDITED_SCRIPT = 'raise SystemExit("a script that was edited while the job runs must not be run")\n'
 NOTICE_INTERVAL_S = 0.1
@@ -187,7 +187,7 @@ def _disturb_processes(
             return [], f"SIGKILL to {named}"
         case ProcessStop():
             send_signal(pids, signal.SIGSTOP)
-            return [lambda: resume_processes(pids)], f"SIGSTOP to {named}"
+            return [lambda: send_signal(pids, signal.SIGCONT)], f"SIGSTOP to {named}"
         case SlowProcess(share=share):
             return [cpu_quota.limit_cpu(pid, share) for pid in pids], f"{share:.0%} of a core for {named}"
         case Notice(signal=name, times=times):

@@ -5,6 +5,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.observed_job import describe_event
 
 
 class Invariant(enum.StrEnum):
@@ -55,15 +56,6 @@ def format_timeline(events: Iterable[Event], notes: Iterable[tuple[float, str]] 
     lines += [(when_s, f"campaign: {text}") for when_s, text in notes]
     lines.sort()
     return [f"{when_s:.3f} {text}" for when_s, text in lines[-MAX_TIMELINE_EVENTS:]]
-
-
-def describe_event(event: Event) -> str:
-    """Return an event as a line for people, without its time."""
-    detail = " ".join(f"{name}={value}" for name, value in event.detail.items())
-    words = [event.host, str(event.kind)]
-    words += [f"g{event.generation}"] if event.generation is not None else []
-    words += [f"step {event.step}"] if event.step is not None else []
-    return " ".join([*words, detail]).strip()
 
 
 def deduplicate(violations: Sequence[Violation]) -> list[Violation]:

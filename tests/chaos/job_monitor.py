@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable
 
-from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.chaos.log_tail import LogTail
-from resilient_jax.chaos.manifest import Trigger
-from resilient_jax.chaos.observed_job import JobEnded, JobTimeout, ObservedJob
-from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.events import Event
+from resilient_jax.local_job.log_tail import LogTail
+from resilient_jax.local_job.observed_job import JobEnded, JobTimeout, ObservedJob
+from resilient_jax.local_job.recovery import newest_step
 from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry
+from tests.chaos.invariants import Invariant, Violation
+from tests.chaos.manifest import Trigger
 
 
 class InvariantBroken(Exception):

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.resource_growth import ProcessSample
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.run_directory import CONTACT_FILE
+from resilient_jax.local_job.local_job import LocalJob
+from tests.chaos.invariants import Invariant, Violation
+from tests.chaos.resource_growth import ProcessSample
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_WORDS = ("resilient", "gloo", "jax")

@@ -8,8 +8,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry, RestoreEntry, StepEntry
+from tests.chaos.invariants import Invariant, Violation
 
 SUM_MODULUS = 2**64
 LANE_DIGITS = 16

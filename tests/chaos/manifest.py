@@ -11,7 +11,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from resilient_jax.chaos.faults import (
+from resilient_jax.config import JobConfig, decode_toml, load_toml, override_values
+from resilient_jax.config.job_config import Seconds
+from resilient_jax.errors import ConfigError
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+from tests.chaos.faults import (
     LAUNCHER_FAULTS,
     NETWORK_FAULTS,
     STORE_MEMBER_FAULTS,
@@ -29,11 +34,6 @@ from resilient_jax.chaos.faults import (
     fault_kind,
     is_message_flip,
 )
-from resilient_jax.config import JobConfig, decode_toml, load_toml, override_values
-from resilient_jax.config.job_config import Seconds
-from resilient_jax.errors import ConfigError
-from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPoint
 
 STORE_MEMBERS = ("member-0", "member-1", "member-2")
 """The members of a campaign's own etcd cluster, which goes on without one of them."""
@@ -178,7 +178,7 @@ class CampaignManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         seed: seed of the flipped bits; of a random campaign also the seed that drew the incidents.
-        script: a script of this package with its arguments, used if the command line names none. In arguments, also
+        script: a script of this repository with its arguments, used if the command line names none. In arguments, also
             of the command line, {folder} stands for a folder of the run; the reference run has another.
         recovery_timeout_s: time within which all hosts must train again after an incident.
     """

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from resilient_jax.chaos.manifest import CampaignManifest, Incident
+from tests.chaos.manifest import CampaignManifest, Incident
 
 
 def format_manifest(manifest: CampaignManifest) -> str:

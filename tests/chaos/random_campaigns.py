@@ -10,7 +10,9 @@ import dataclasses
 import random
 from collections.abc import Callable, Collection
 
-from resilient_jax.chaos.faults import (
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from tests.chaos.faults import (
     BitFlip,
     Fault,
     NetworkPartition,
@@ -20,7 +22,7 @@ from resilient_jax.chaos.faults import (
     SlowLink,
     SlowProcess,
 )
-from resilient_jax.chaos.manifest import (
+from tests.chaos.manifest import (
     CampaignManifest,
     ChaosJob,
     FaultTarget,
@@ -28,8 +30,6 @@ from resilient_jax.chaos.manifest import (
     TargetPart,
     Trigger,
 )
-from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
 MIN_GAP_STEPS = 0.1
 MAX_GAP_STEPS = 10_000.0

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.chaos.ledger_invariants import ReferenceStep, read_reference
-from resilient_jax.chaos.manifest import expand_command
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import CallerError
-from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
+from resilient_jax.protocol.ledger import LEDGER_VARIABLE
+from tests.chaos.ledger_invariants import ReferenceStep, read_reference
+from tests.chaos.ledgers import tail_ledger
+from tests.chaos.manifest import expand_command
 
 STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 """Environment variable with the path of the file in which a script without a fixed length reads when to stop."""
@@ -43,7 +44,7 @@ class ReferenceRun:
         return self.steps
 
     def _read(self) -> Mapping[int, ReferenceStep]:
-        return read_reference(read_ledger((self._directory / "ledger").glob("*.jsonl")))
+        return read_reference(tail_ledger(self._directory / "ledger").poll())
 
     def _run(self, steps: int) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -70,7 +71,7 @@ class ReferenceRun:
             raise CallerError(
                 f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes without faults, "
                 f"expected an end after step {steps}: it has to stop at the step in the file that "
-                f"{STOP_STEP_VARIABLE} names (see examples/chaos_job.py), or after --steps (job.steps in a "
+                f"{STOP_STEP_VARIABLE} names (see tests/chaos/jobs/chaos_job.py), or after --steps (job.steps in a "
                 "manifest) of itself"
             ) from late
         if done.returncode:

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.chaos.active_faults import ActiveFaults
-from resilient_jax.chaos.campaign import Campaign, CampaignResult
-from resilient_jax.chaos.disk import Disk, mount_disk
-from resilient_jax.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
-from resilient_jax.chaos.faults import ScriptEdit
-from resilient_jax.chaos.injection import FaultEnvironment
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.log_tail import tail_ledger
-from resilient_jax.chaos.manifest import STORE_MEMBERS, CampaignManifest, expand_command
-from resilient_jax.chaos.manifest_toml import format_manifest, format_table
-from resilient_jax.chaos.network import Network, build_network
-from resilient_jax.chaos.observed_job import JobObserver
-from resilient_jax.chaos.output_copy import OutputCopy
-from resilient_jax.chaos.reference_run import STOP_STEP_VARIABLE, ReferenceRun
 from resilient_jax.jax_runtime.worker_environment import DEVICE_COUNT_FLAG, has_device_count, set_device_count
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.observed_job import JobObserver
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
+from tests.chaos.active_faults import ActiveFaults
+from tests.chaos.campaign import Campaign, CampaignResult
+from tests.chaos.disk import Disk, mount_disk
+from tests.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
+from tests.chaos.faults import ScriptEdit
+from tests.chaos.injection import FaultEnvironment
+from tests.chaos.ledgers import tail_ledger
+from tests.chaos.manifest import STORE_MEMBERS, CampaignManifest, expand_command
+from tests.chaos.manifest_toml import format_manifest, format_table
+from tests.chaos.network import Network, build_network
+from tests.chaos.output_copy import OutputCopy
+from tests.chaos.reference_run import STOP_STEP_VARIABLE, ReferenceRun
 
 MAX_HOST_RESTARTS = 10_000
 REFERENCE_STEPS = 200

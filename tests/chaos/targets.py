@@ -2,10 +2,8 @@
 
 from collections.abc import Collection
 
-from resilient_jax.chaos.manifest import STORE_MEMBERS, FaultTarget, TargetPart
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
-from resilient_jax.protocol.records import GenerationPhase
-from resilient_jax.protocol.snapshots import SnapshotPhase
+from tests.chaos.manifest import STORE_MEMBERS, FaultTarget, TargetPart
 
 PARTS = {
     TargetPart.WORKER: JobComponent.WORKER,
@@ -67,40 +65,3 @@ def list_pids(report: JobReport) -> frozenset[int]:
     for host in report.hosts:
         found |= set(find_pids(report, JobComponent.HOST, host.host))
     return frozenset(found)
-
-
-def is_training(report: JobReport, hosts: Collection[str]) -> bool:
-    """Return whether exactly these hosts train together and each has finished a step.
-
-    If the job takes snapshots, one of this generation must be committed, too.
-    """
-    generation = report.generation
-    if generation is None or generation.phase is not GenerationPhase.ACTIVE:
-        return False
-    if {member.host for member in generation.members} != set(hosts):
-        return False
-    by_host = {status.host: status for status in report.hosts}
-    for member in generation.members:
-        status = by_host.get(member.host)
-        worker = status.worker if status is not None else None
-        if (
-            status is None
-            or worker is None
-            or worker.incarnation != member.incarnation
-            or not worker.is_alive
-        ):
-            return False
-        if not worker.report.has_finished_step or worker.report.generation != generation.number:
-            return False
-    if all(status.snapshot_server is None for status in report.hosts):
-        return True
-    return any(
-        s.phase is SnapshotPhase.COMMITTED and s.id.generation == generation.number
-        for status in report.hosts
-        for s in status.snapshots
-    )
-
-
-def newest_step(report: JobReport) -> int:
-    """Return the number of steps that the most advanced host has finished."""
-    return max((host.step for host in report.hosts), default=0)

@@ -1,7 +1,7 @@
-"""A tiny job for campaigns of `resilient-jax chaos`: starts in seconds, with bit-identical weights under failures.
+"""A tiny job for campaigns of `python tests/chaos`: starts in seconds, with bit-identical weights under failures.
 
-    resilient-jax chaos configs/chaos/process.toml -- examples/chaos_job.py
-    resilient-jax chaos configs/chaos/snapshots.toml -- examples/chaos_job.py --state sharded
+    python tests/chaos --campaign process -- tests/chaos/jobs/chaos_job.py
+    python tests/chaos --campaign snapshots -- tests/chaos/jobs/chaos_job.py --state sharded
 
 The job trains up to the step in the file that RESILIENT_JAX_CHAOS_STOP_STEP names; without that file for `--steps`.
 """

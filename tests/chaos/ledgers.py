@@ -1,0 +1,11 @@
+"""Reads the ledgers of a job's workers, also while they are written."""
+
+from pathlib import Path
+
+from resilient_jax.local_job.log_tail import LogTail
+from resilient_jax.protocol.ledger import ENTRY_DECODER, LedgerEntry
+
+
+def tail_ledger(directory: Path) -> LogTail[LedgerEntry]:
+    """Return a reader of the ledgers of all workers in a folder."""
+    return LogTail(directory, "*.jsonl", ENTRY_DECODER)
