@@ -62,5 +62,4 @@ class MicrobatchEntry(msgspec.Struct, frozen=True, tag="begun", kw_only=True):
 
 LedgerEntry = StepEntry | RestoreEntry | MicrobatchEntry
 
-ENTRY_DECODER: msgspec.json.Decoder[LedgerEntry] = msgspec.json.Decoder(LedgerEntry)
 ENTRY_ENCODER = msgspec.json.Encoder()
