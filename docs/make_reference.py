@@ -104,7 +104,7 @@ def make_failpoints() -> str:
     """Return the page of the failpoints."""
     return make_page(
         "Failpoints",
-        "Where `resilient-jax chaos` can hold or break a worker or a snapshot server: `failpoint` in a manifest's "
+        "Where an order holds or breaks a worker or a snapshot server; in a campaign `failpoint` of a manifest's "
         "`trigger`. [Break it on purpose](../operations.md#break-it-on-purpose) says how.",
         ("failpoint", "where it is"),
         ((f"`{ast.literal_eval(value)}`", text) for _, value, text in list_documented_values(FailPoint)),

@@ -38,7 +38,6 @@ COMMANDS = {
     "hosts": CommandSpec("resilient_jax.cli.hosts", OBSERVE),
     "kill": CommandSpec("resilient_jax.cli.kill", OBSERVE),
     "replay": CommandSpec("resilient_jax.cli.replay", OBSERVE),
-    "chaos": CommandSpec("resilient_jax.cli.chaos", OBSERVE),
     "plan": CommandSpec("resilient_jax.cli.plan", PLAN),
 }
 """All commands in the order of `--help`. Only the command that the command line names is imported: an agent starts in

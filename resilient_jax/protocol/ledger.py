@@ -1,17 +1,10 @@
 """The ledger: what was committed, step by step, as each worker saw it, to check a job's guarantees from outside.
 
 A controller names a directory in the environment; each worker then appends to a file of its own there. Without the
-variable nothing is computed or written. Entries are written by `worker.ledger` and read by `chaos`.
+variable nothing is computed or written. Entries are written by `worker.ledger` and read by `tests/chaos`.
 """
 
-import contextlib
-from collections.abc import Iterable
-from pathlib import Path
-
 import msgspec
-
-from resilient_jax.errors import MessageError
-from resilient_jax.protocol.message_decoding import decode_message
 
 LEDGER_VARIABLE = "RESILIENT_JAX_LEDGER"
 
@@ -69,17 +62,4 @@ class MicrobatchEntry(msgspec.Struct, frozen=True, tag="begun", kw_only=True):
 
 LedgerEntry = StepEntry | RestoreEntry | MicrobatchEntry
 
-ENTRY_DECODER: msgspec.json.Decoder[LedgerEntry] = msgspec.json.Decoder(LedgerEntry)
 ENTRY_ENCODER = msgspec.json.Encoder()
-
-
-def read_ledger(paths: Iterable[Path]) -> list[LedgerEntry]:
-    """Return all complete entries of these files, in the order of each; a torn last line (its writer was killed) is
-    skipped.
-    """
-    lines: list[LedgerEntry] = []
-    for path in sorted(paths):
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            with contextlib.suppress(MessageError):  # torn by a full disk: no entry
-                lines.append(decode_message(ENTRY_DECODER, line, str(path)))
-    return lines

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.jax_runtime.worker_environment import Platform
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.recovery import wait_training
 from tests.benchmarks.paths import IMPORT_PATHS
 from tests.benchmarks.run_end import order_stop
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from resilient_jax.chaos.network import Network
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.launcher import HostSite
 from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.events import Event
 from resilient_jax.telemetry.event_log import read_events
+from tests.chaos.network import Network
 from tests.support.agents import TOKEN, HandStartedAgent, free_port
 from tests.support.patience import Deadline, wait_until
 from tests.support.tiny_job import (

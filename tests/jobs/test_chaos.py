@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.etcd_cluster import EtcdCluster
-from resilient_jax.chaos.manifest import load_manifest
+from tests.chaos.etcd_cluster import EtcdCluster
+from tests.chaos.manifest import load_manifest
+from tests.chaos.paths import CAMPAIGNS, CHAOS, COMMAND
 from tests.jobs.pod import may_build_networks
-from tests.support.agents import COMMAND
-from tests.support.paths import ROOT
 from tests.support.patience import patience
 
 FAMILIES = ("process", "snapshots", "step", "network", "resources")
 ON_ETCD = "step"
-REGRESSIONS = sorted(path.stem for path in (ROOT / "configs" / "chaos" / "regressions").glob("*.toml"))
+JOB_SCRIPT = CHAOS / "jobs" / "chaos_job.py"
+REGRESSIONS = sorted(path.stem for path in (CAMPAIGNS / "regressions").glob("*.toml"))
 INCIDENTS = 10
 CAMPAIGN_S = patience(40)
 
@@ -25,7 +25,7 @@ CAMPAIGN_S = patience(40)
 def run_chaos(*words: str) -> tuple[int, dict, str]:
     """Return the exit code, the figures, and the printed output."""
     done = subprocess.run(
-        [*COMMAND, "chaos", "--json", *words],
+        [*COMMAND, "--json", *words],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -59,7 +59,7 @@ def test_a_job_survives_the_campaign_of_a_family(
 @pytest.mark.full
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions_that_campaigns_found_stay_fixed(name: str, tmp_path: Path) -> None:
-    manifest = load_manifest(ROOT / "configs" / "chaos" / "regressions" / f"{name}.toml")
+    manifest = load_manifest(CAMPAIGNS / "regressions" / f"{name}.toml")
     if manifest.job.network == "namespaces" and (why_not := may_build_networks()) is not None:
         pytest.skip(why_not)
     code, figures, told = run_chaos("--campaign", f"regressions/{name}", "--run-dir", str(tmp_path))
@@ -134,7 +134,7 @@ KILL = 'trigger = { after_steps = 2 }\ntarget = { part = "worker", hosts = ["fol
 def test_weights_that_depend_on_the_generation_are_detected(tmp_path: Path) -> None:
     """The report has the sequence of events and a complete manifest to reproduce them."""
     script = tmp_path / "unstable.py"
-    source = (ROOT / "examples" / "chaos_job.py").read_text()
+    source = JOB_SCRIPT.read_text()
     healthy = "else update(state, "
     assert source.count(healthy) == 1
     script.write_text(
@@ -160,7 +160,7 @@ def test_weights_that_depend_on_the_generation_are_detected(tmp_path: Path) -> N
 def test_a_manifest_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
     manifest = write_manifest(tmp_path / "bad.toml", KILL.replace("kill", "kil"))
     done = subprocess.run(
-        [*COMMAND, "chaos", str(manifest), "--", "examples/chaos_job.py"],
+        [*COMMAND, str(manifest), "--", str(JOB_SCRIPT)],
         capture_output=True,
         text=True,
         timeout=patience(6),

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
-from tests.support.agents import COMMAND, run_command
+from tests.chaos.etcd_cluster import EtcdCluster
+from tests.chaos.paths import COMMAND
+from tests.support.agents import run_command
 from tests.support.etcd_needed import needs_etcd
 from tests.support.patience import patience
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob, prolong_leases
@@ -29,7 +30,7 @@ def test_a_job_survives_the_loss_of_members_of_its_store_of_the_majority_and_of_
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
-        [*COMMAND, "chaos", "--json", "--campaign", "etcd", "--run-dir", str(tmp_path)],
+        [*COMMAND, "--json", "--campaign", "etcd", "--run-dir", str(tmp_path)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

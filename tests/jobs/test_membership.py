@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.network import build_network
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import PeerUnreachable
@@ -21,6 +20,7 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.state.peer_transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
+from tests.chaos.network import build_network
 from tests.jobs.pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tests.support.agents import served_store
 from tests.support.patience import Deadline, wait_until

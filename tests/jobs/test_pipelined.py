@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import ANY_INDEX, ANY_STEP, FailPoint, FailPointOrder, HangAction
+from tests.chaos.cpu_quota import limit_cpu
 from tests.support.agents import run_command
 from tests.support.full_only import full_but
 from tests.support.pipelined_job import UNITS, PipelinedJob, read_restored, read_steps

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.network import Network
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import FindingKind
+from tests.chaos.network import Network
 from tests.jobs.pod import Pod, may_build_networks
 from tests.support.patience import patience, wait_until
 from tests.support.pipelined_job import PATIENCE_S, SCRIPT, check_units

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.network import build_network
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
+from tests.chaos.network import build_network
 from tests.jobs.pod import Pod, may_build_networks, wait_steps
 from tests.support.agents import served_store
 from tests.support.full_only import full_but

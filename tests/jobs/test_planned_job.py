@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.checkpoint import OrbaxStore
 from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.cluster.standby_schedule import SETTLING_S
@@ -17,6 +16,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
 from resilient_jax.step.reducer import COMPARISON_INTERVAL_STEPS
 from resilient_jax.trainer.plan_calibration import FITTED_AFTER
+from tests.chaos.cpu_quota import limit_cpu
 from tests.jobs.compiled_programs import (
     find_programs_after,
     start_joining_agent,

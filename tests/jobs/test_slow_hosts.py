@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.cpu_quota import limit_cpu
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPointOrder, SlowDeviceAction
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from tests.chaos.cpu_quota import limit_cpu
 from tests.jobs.unequal_pipeline import UnequalPipelinedJob
 from tests.support.patience import wait_until
 from tests.support.pipelined_job import PipelinedJob

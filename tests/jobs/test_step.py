@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.local_job.recovery import newest_step
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import ReplicaShape, locate_replicas
 from tests.support.full_only import full_but

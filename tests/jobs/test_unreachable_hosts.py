@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.network import Network, build_network
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.events import EventKind
+from tests.chaos.network import Network, build_network
 from tests.jobs.pod import Pod, may_build_networks
 from tests.support.agents import served_store
 from tests.support.patience import wait_until

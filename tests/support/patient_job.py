@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.observed_job import POLL_INTERVAL_S, JobTimeout
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.observed_job import POLL_INTERVAL_S, JobTimeout
 from tests.support.patience import USUAL_S, Deadline, patience
 
 Found = TypeVar("Found")

@@ -10,8 +10,6 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.observed_job import JobObserver
 from resilient_jax.cli.bundled_files import find_bundled_file
 from resilient_jax.cli.demo.results import (
     TrainingResult,
@@ -21,6 +19,8 @@ from resilient_jax.cli.demo.results import (
 )
 from resilient_jax.cli.demo.scenarios import NUM_HOSTS, ProgressPrinter, Recovery, Scenario
 from resilient_jax.errors import InternalError
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.observed_job import JobObserver
 
 FILE_WIDTH: Final = 100
 """Columns of output that does not go to a terminal."""

@@ -8,15 +8,20 @@ from typing import Final
 
 from rich.console import Console
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.observed_job import JobEnded
-from resilient_jax.chaos.recovery import AHEAD_STEPS, hold_collective, wait_stall, wait_training
-from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cli.progress import describe_members
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.observed_job import JobEnded
+from resilient_jax.local_job.recovery import (
+    AHEAD_STEPS,
+    hold_collective,
+    newest_step,
+    wait_stall,
+    wait_training,
+)
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase

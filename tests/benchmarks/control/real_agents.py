@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.protocol.records import GenerationPhase
 from tests.benchmarks.control.figures import PartResult, Samples
 from tests.benchmarks.paths import JOBS

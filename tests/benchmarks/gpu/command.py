@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.doctor.gpu_inventory import read_gpus
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.worker_environment import Platform
+from resilient_jax.local_job.recovery import wait_stall
 from tests.benchmarks.gpu.kernel_choices import OURS, measure_kernel_choices
 from tests.benchmarks.paths import JOBS
 from tests.benchmarks.report import describe_machine, open_console, print_json_line

@@ -15,14 +15,13 @@ import msgspec
 import typer
 from rich.table import Table
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import wait_stall
-from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.recovery import newest_step, wait_stall
 from resilient_jax.protocol.failpoints import FailPoint
 from tests.benchmarks.hybrid.restart import RestartStalls, run_restarts
 from tests.benchmarks.paths import JOBS, REPOSITORY

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.protocol.records import Generation, GenerationPhase
 from resilient_jax.store.store_access import StoreAccess
 from tests.benchmarks.control.decision_gaps import EtcdMeasurements
 from tests.benchmarks.control.simulated_agent import CREDENTIALS, PATIENCE_S, SimulatedAgent
+from tests.chaos.etcd_cluster import EtcdCluster
 from tests.support.stub_hosts import change_report
 
 HOSTS = 3

@@ -6,7 +6,7 @@ It prints the address of the cluster.
 import sys
 from pathlib import Path
 
-from resilient_jax.chaos.etcd_cluster import EtcdCluster
+from tests.chaos.etcd_cluster import EtcdCluster
 
 PATIENT = ("--heartbeat-interval=500", "--election-timeout=5000")
 """No elections because thousands of agents share this machine's cores with the members."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import EVENTS_INTERVAL_S, hold_collective
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.recovery import EVENTS_INTERVAL_S, hold_collective
 from resilient_jax.telemetry.stall import Stall, measure_stall
 from tests.benchmarks.paths import REPOSITORY
 

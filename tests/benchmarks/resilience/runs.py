@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import InternalError
+from resilient_jax.local_job.local_job import LocalJob
 from tests.benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
 from tests.benchmarks.resilience.timeline import InjectedKill, RunRecord, Timeline, read_timeline
 from tests.benchmarks.runs import ERROR_CHARACTERS, script_environment

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import hold_collective, wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.recovery import hold_collective, wait_stall
 from resilient_jax.telemetry.stall import Stall
 from tests.benchmarks.paths import JOBS
 from tests.benchmarks.report import describe_machine, open_console, print_json_line

@@ -6,10 +6,10 @@ from typing import Literal
 
 from rich.console import Console
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import wait_stall
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.recovery import wait_stall
 from resilient_jax.protocol.records import HostStatus, StandbyState
 from tests.benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
 

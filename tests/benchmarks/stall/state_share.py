@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.recovery import wait_training
 from tests.benchmarks.runs import (
     HEALTHY_STEPS,
     HOSTS,

@@ -9,12 +9,11 @@ from typing import Final
 
 from rich.console import Console
 
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.recovery import hold_collective, wait_stall
-from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.recovery import hold_collective, newest_step, wait_stall
 from tests.benchmarks.runs import HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
 
 TIMED_STEPS: Final = 10

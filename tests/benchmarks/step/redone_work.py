@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.protocol.failpoints import FailPoint
 from tests.benchmarks.run_end import read_digest
 from tests.benchmarks.runs import (

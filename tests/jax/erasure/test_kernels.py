@@ -27,7 +27,7 @@ from resilient_jax.erasure.kernels import (
     xla_kernel,
 )
 from resilient_jax.erasure.kernels.numpy_kernel import BLOCK_BYTES
-from resilient_jax.testing.erasure_conformance import (
+from tests.conformance.erasure_conformance import (
     CHECKS,
     apply_guarded,
     compute_expected,

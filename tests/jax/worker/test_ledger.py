@@ -7,11 +7,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.chaos.ledger_invariants import combine_sums
-from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, read_ledger
+from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.worker import ledger
 from resilient_jax.worker.ledger import Ledger, compute_additive_digest, compute_sha256
+from tests.chaos.ledger_invariants import combine_sums
+from tests.chaos.ledgers import tail_ledger
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 
 SHAPES = {"matrix": (6, 10), "scalar": (), "long": (17,), "empty": (0, 3)}
@@ -85,7 +86,7 @@ def test_a_ledger_is_read_without_its_incomplete_last_line(tmp_path) -> None:
     written.record_commit(state, 1, 2, {"train": ["host-0"]}, is_first=True)
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(path.read_bytes() + b'{"type":"begun","ho')
-    begun, committed = read_ledger([path])
+    begun, committed = tail_ledger(tmp_path).poll()
     assert isinstance(begun, MicrobatchEntry)
     assert begun.index == 3
     assert isinstance(committed, StepEntry)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents import COMMAND
+from tests.chaos.paths import COMMAND
 from tests.support.patience import patience, wait_until
 
 SCRIPT = """
@@ -32,7 +32,7 @@ COUNT = "--xla_force_host_platform_device_count"
 def running_chaos(
     folder: Path, *, ends: str, job: str = "hosts = 1", flags: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`resilient-jax chaos` with a script that ends at once in the run whose folder `ends` names."""
+    """`python tests/chaos` with a script that ends at once in the run whose folder `ends` names."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "manifest.toml").write_text(f"[job]\n{job}\n")
     words = [str(folder / "manifest.toml"), "--run-dir", str(folder / "run"), "--"]
@@ -40,7 +40,7 @@ def running_chaos(
         # Whoever runs the tests in the background has signals ignored, which the command would keep to.
         [
             *("env", "--default-signal=TERM,HUP"),
-            *(*COMMAND, "chaos", *words, str(folder / "script.py"), "{folder}", ends),
+            *(*COMMAND, *words, str(folder / "script.py"), "{folder}", ends),
         ],
         env={**os.environ, "TMPDIR": str(folder), "XLA_FLAGS": flags},
         stdin=subprocess.DEVNULL,

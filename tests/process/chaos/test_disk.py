@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.disk import mount_disk
+from tests.chaos.disk import mount_disk
+from tests.support.paths import ROOT
 from tests.support.patience import patience, wait_until
 
 DEADLINE_S = patience(6)
 CAMPAIGN = """
 import sys, time
 from pathlib import Path
-from resilient_jax.chaos.disk import mount_disk
+from tests.chaos.disk import mount_disk
 with mount_disk(Path(sys.argv[1]), 1):
     print("mounted", flush=True)
     time.sleep(3600)
@@ -43,7 +44,7 @@ def test_at_its_end_the_files_are_kept(tmp_path: Path) -> None:
 def test_after_sigkill_nothing_is_mounted(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with subprocess.Popen(
-        [sys.executable, "-c", CAMPAIGN, str(folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CAMPAIGN, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as campaign:
         assert campaign.stdout is not None
         assert campaign.stdout.readline() == "mounted\n"

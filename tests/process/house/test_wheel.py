@@ -57,7 +57,7 @@ def test_the_wheel_contains_all_modules_examples_settings_and_topologies(built: 
 
 
 def test_commands_find_their_files_without_a_checkout(built: Path, tmp_path: Path) -> None:
-    wanted = ["examples/train_lm.py", "configs/lm_tiny_planned.toml", "configs/chaos/process.toml"]
+    wanted = ["examples/train_lm.py", "configs/lm_tiny_planned.toml", "meshes/local_4x2.toml"]
     done = subprocess.run(
         [sys.executable, "-c", FIND, *wanted],
         cwd=tmp_path,

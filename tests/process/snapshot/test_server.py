@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from resilient_jax.chaos.resource_limits import limit_memory
 from resilient_jax.erasure import ReedSolomon, encode
 from resilient_jax.erasure.kernels import NumpyKernel
 from resilient_jax.errors import (
@@ -48,6 +47,7 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME
 from resilient_jax.snapshot.stripes import data_members, stripe_of_row
 from resilient_jax.transport import Credentials, SyncChannel
+from tests.chaos.resource_limits import limit_memory
 from tests.process.snapshot.served_snapshots import (
     COMMITTED,
     SIZES,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.etcd_cluster import EtcdCluster
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_store import EtcdStore
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
-from resilient_jax.testing.store_conformance import CHECKS
 from resilient_jax.transport import Credentials, Server
+from tests.chaos.etcd_cluster import EtcdCluster
+from tests.conformance.store_conformance import CHECKS
 from tests.support.etcd_needed import needs_etcd
 
 CREDENTIALS = Credentials("test-token")

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from resilient_jax.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.name_holder import NameHolder
 from resilient_jax.cluster.store_session import LEAVING_S, StoreSession
@@ -27,6 +26,7 @@ from resilient_jax.store.etcd_connection import EtcdUser
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
 from resilient_jax.store.interface import PutEvent, PutOp, require_unchanged
 from resilient_jax.transport import TlsFiles
+from tests.chaos.etcd_cluster import LOOPBACK_SITES, EtcdCluster
 from tests.support.authority import Authority
 from tests.support.etcd_needed import needs_etcd
 from tests.support.patience import patience

@@ -5,8 +5,10 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from resilient_jax.chaos import faults
-from resilient_jax.chaos.manifest import (
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import FailPoint
+from tests.chaos import faults
+from tests.chaos.manifest import (
     CampaignManifest,
     ChaosJob,
     ExpectedExit,
@@ -15,8 +17,6 @@ from resilient_jax.chaos.manifest import (
     TargetPart,
     Trigger,
 )
-from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPoint
 
 SECONDS = st.floats(0.1, 1000, allow_nan=False)
 HOSTS = ("host-0", "host-1", "leader", "follower", "all")

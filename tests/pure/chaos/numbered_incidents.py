@@ -1,7 +1,7 @@
 """Manifests whose incidents are identified by a number, the step of their trigger."""
 
-from resilient_jax.chaos.faults import ProcessKill
-from resilient_jax.chaos.manifest import CampaignManifest, FaultTarget, Incident, TargetPart, Trigger
+from tests.chaos.faults import ProcessKill
+from tests.chaos.manifest import CampaignManifest, FaultTarget, Incident, TargetPart, Trigger
 
 
 def numbered(count: int) -> CampaignManifest:

@@ -9,31 +9,12 @@ from typing import cast
 import msgspec
 import pytest
 
-from resilient_jax.chaos import leaks
-from resilient_jax.chaos.active_faults import ActiveFaults
-from resilient_jax.chaos.campaign import Campaign, CampaignResult
-from resilient_jax.chaos.faults import ProcessStop
-from resilient_jax.chaos.incident_injector import FOREIGN_STORE
-from resilient_jax.chaos.injection import FaultEnvironment
-from resilient_jax.chaos.invariants import Invariant
-from resilient_jax.chaos.job_monitor import JobMonitor
-from resilient_jax.chaos.local_job import LocalJob
-from resilient_jax.chaos.log_tail import tail_ledger
-from resilient_jax.chaos.manifest import (
-    CampaignManifest,
-    ChaosJob,
-    ExpectedExit,
-    FaultTarget,
-    Incident,
-    TargetPart,
-    Trigger,
-)
-from resilient_jax.chaos.observed_job import JobEnded, JobObserver, JobTimeout, ObservedJob
-from resilient_jax.chaos.recovery import wait_training
-from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.local_job.local_job import LocalJob
+from resilient_jax.local_job.observed_job import JobEnded, JobObserver, JobTimeout, ObservedJob
+from resilient_jax.local_job.recovery import wait_training
 from resilient_jax.protocol.records import (
     Generation,
     GenerationPhase,
@@ -44,6 +25,25 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.telemetry.event_log import EventLog
+from tests.chaos import leaks
+from tests.chaos.active_faults import ActiveFaults
+from tests.chaos.campaign import Campaign, CampaignResult
+from tests.chaos.faults import ProcessStop
+from tests.chaos.incident_injector import FOREIGN_STORE
+from tests.chaos.injection import FaultEnvironment
+from tests.chaos.invariants import Invariant
+from tests.chaos.job_monitor import JobMonitor
+from tests.chaos.ledgers import tail_ledger
+from tests.chaos.manifest import (
+    CampaignManifest,
+    ChaosJob,
+    ExpectedExit,
+    FaultTarget,
+    Incident,
+    TargetPart,
+    Trigger,
+)
+from tests.chaos.reference_run import ReferenceRun
 
 HOST = HostName("host-0")
 PATIENCE_S = 0.3

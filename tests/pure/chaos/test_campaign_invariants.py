@@ -7,10 +7,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
-from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop, SlowInput, SlowProcess
-from resilient_jax.chaos.invariants import Invariant, format_timeline
-from resilient_jax.chaos.ledger_invariants import (
+from resilient_jax.events import Event, EventKind
+from resilient_jax.health.finding import FindingKind
+from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry, RestoreEntry, StepEntry
+from tests.chaos.expected_events import IncidentRecord, check_expected_events, check_findings
+from tests.chaos.faults import BitFlip, ProcessKill, ProcessStop, SlowInput, SlowProcess
+from tests.chaos.invariants import Invariant, format_timeline
+from tests.chaos.ledger_invariants import (
     ReferenceStep,
     StateDigest,
     check_commits,
@@ -18,18 +21,15 @@ from resilient_jax.chaos.ledger_invariants import (
     combine_sums,
     read_reference,
 )
-from resilient_jax.chaos.manifest import FaultTarget, Incident, TargetPart, Trigger
-from resilient_jax.chaos.membership_invariants import check_membership
-from resilient_jax.chaos.resource_growth import (
+from tests.chaos.manifest import FaultTarget, Incident, TargetPart, Trigger
+from tests.chaos.membership_invariants import check_membership
+from tests.chaos.resource_growth import (
     MIB,
     SETTLING_INCIDENTS,
     ProcessSample,
     ResourceGrowth,
     measure_growth,
 )
-from resilient_jax.events import Event, EventKind
-from resilient_jax.health.finding import FindingKind
-from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry, RestoreEntry, StepEntry
 
 HOSTS = ("host-0", "host-1")
 OWNERS = {"train": ("host-0", "host-1", "host-0")}

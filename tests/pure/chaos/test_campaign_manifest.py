@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.chaos.manifest import (
+from resilient_jax.errors import ConfigError
+from tests.chaos.manifest import (
     MAX_NUMBER,
     STORE_MEMBERS,
     ChaosJob,
@@ -14,18 +15,17 @@ from resilient_jax.chaos.manifest import (
     load_manifest,
     parse_manifest,
 )
-from resilient_jax.chaos.manifest_toml import format_manifest
-from resilient_jax.chaos.random_campaigns import (
+from tests.chaos.manifest_toml import format_manifest
+from tests.chaos.paths import CAMPAIGNS, REPOSITORY
+from tests.chaos.random_campaigns import (
     MAX_GAP_STEPS,
     MIN_GAP_STEPS,
     RandomCampaign,
     draw_campaign,
     list_causes,
 )
-from resilient_jax.chaos.targets import resolve_members
-from resilient_jax.errors import ConfigError
+from tests.chaos.targets import resolve_members
 from tests.pure.chaos.campaign_manifests import manifests
-from tests.support.paths import CONFIGS
 
 GOOD = """
 [[incidents]]
@@ -34,7 +34,7 @@ target = { part = "worker", hosts = ["host-1"] }
 fault = { kind = "stop", duration_s = 2.0 }
 """
 
-SHIPPED = sorted((CONFIGS / "chaos").rglob("*.toml"))
+SHIPPED = sorted(CAMPAIGNS.rglob("*.toml"))
 SOAK_INCIDENTS = 200
 
 REFUSED = {
@@ -152,7 +152,7 @@ def test_an_unknown_key_of_the_job_configuration_is_refused() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_manifest_names_its_script_and_soak_is_the_campaign_of_its_seed(path: Path) -> None:
     manifest = load_manifest(path)
-    assert (path.parents[2] / manifest.script[0]).exists() or path.parent.name == "regressions"
+    assert (REPOSITORY / manifest.script[0]).exists()
     if path.stem == "soak":
         assert len(manifest.incidents) == SOAK_INCIDENTS
         drawn = draw_campaign(

@@ -1,4 +1,4 @@
-"""`resilient-jax chaos` refuses bad arguments, and shrinks to a manifest that violates the same invariants."""
+"""`python tests/chaos` refuses bad arguments, and shrinks to a manifest that violates the same invariants."""
 
 import signal
 import sys
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.chaos.campaign import CampaignResult
-from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.chaos.manifest import MAX_NUMBER, CampaignManifest, ChaosJob, load_manifest
-from resilient_jax.chaos.manifest_toml import format_manifest
-from resilient_jax.chaos.runner import CampaignSetup
-from resilient_jax.cli import chaos as command
-from resilient_jax.cli import main
 from resilient_jax.errors import ExitCode
+from tests.chaos import command_line as command
+from tests.chaos.campaign import CampaignResult
+from tests.chaos.invariants import Invariant, Violation
+from tests.chaos.manifest import MAX_NUMBER, CampaignManifest, ChaosJob, load_manifest
+from tests.chaos.manifest_toml import format_manifest
+from tests.chaos.runner import CampaignSetup
 from tests.pure.chaos.numbered_incidents import numbered, steps_of
 
 SCRIPT = ("--", __file__)
@@ -38,9 +37,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             )
 
         monkeypatch.setattr(command, "run_campaign", run_campaign)
-        monkeypatch.setattr(sys, "argv", ["resilient-jax", "chaos", "--json", *map(str, words), *SCRIPT])
+        monkeypatch.setattr(sys, "argv", ["tests/chaos", "--json", *map(str, words), *SCRIPT])
         with pytest.raises(SystemExit) as end:
-            main.main()
+            command.main()
         assert isinstance(end.value.code, int)
         return end.value.code, " ".join(capsys.readouterr().err.replace("│", " ").split())
 

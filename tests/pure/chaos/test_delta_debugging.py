@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.chaos.delta_debugging import minimize_manifest
-from resilient_jax.chaos.manifest import CampaignManifest
+from tests.chaos.delta_debugging import minimize_manifest
+from tests.chaos.manifest import CampaignManifest
 from tests.pure.chaos.numbered_incidents import numbered, steps_of
 
 

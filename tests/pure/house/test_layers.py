@@ -1,6 +1,6 @@
 """The layers of the design, as data, and the rules that every source file keeps.
 
-- An import points down: to a strictly lower layer, or into its own package.
+- An import points down: to a strictly lower layer, or into its own package; never to the tests, which no wheel has.
 - Only the starred packages import JAX and its kin, anywhere in a file.
 - Importing `resilient_jax` or a package without a star loads neither JAX nor, but for the planner, numpy.
 - A machine imports no clock, thread, socket or randomness.
@@ -37,6 +37,7 @@ VIOLATIONS = {
         "resilient_jax.store.memory",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from resilient_jax import cluster",
     ),
+    "of the tests": ("resilient_jax.cli.main", "from tests.chaos.runner import run_campaign"),
     "at run time": ("resilient_jax.store.memory", "importlib.import_module('resilient_jax.cluster')"),
 }
 

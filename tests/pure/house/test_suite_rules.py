@@ -200,7 +200,12 @@ def test_every_test_is_in_a_tier() -> None:
     folders = {
         path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))
     }
-    assert folders == {tier.name.partition("/")[0] for tier in TIERS} | {"support", "fuzz"}
+    assert folders == {tier.name.partition("/")[0] for tier in TIERS} | {
+        "support",
+        "fuzz",
+        "chaos",
+        "conformance",
+    }
 
 
 def test_known_durations_are_of_tests_that_exist() -> None:

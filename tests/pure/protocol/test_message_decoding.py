@@ -7,18 +7,17 @@ import msgspec
 import pytest
 
 import resilient_jax
-from resilient_jax.chaos.log_tail import tail_events, tail_ledger
 from resilient_jax.cluster.run_directory import CONTACT_FILE, read_contact
 from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_job_record
 from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.errors import ConfigError, JoinRefused, MessageError
 from resilient_jax.ids import Revision
+from resilient_jax.local_job.log_tail import tail_events
 from resilient_jax.planning.calibration import load_calibration
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.protocol.connection import MessageDecoder
 from resilient_jax.protocol.failpoints import FailPoint, FailPoints
 from resilient_jax.protocol.framing import encode_frame
-from resilient_jax.protocol.ledger import read_ledger
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.protocol.worker_messages import WORKER_ORDER_DECODER, Quiesce
 from resilient_jax.snapshot.manifest import decode_manifest, encode_manifest
@@ -29,6 +28,7 @@ from resilient_jax.store.messages import TransactionRequest
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.topology import load_topology
 from resilient_jax.transport.method import decode
+from tests.chaos.ledgers import tail_ledger
 
 DEPTH = 100_000
 LISTS = b"\x91" * DEPTH + b"\xc0"
@@ -116,7 +116,6 @@ def test_lines_of_running_logs_and_of_ledgers_are_skipped(tmp_path):
         (tmp_path / name).write_bytes(JSON + b"\n")
     assert tail_events(tmp_path).poll() == []
     assert tail_ledger(tmp_path).poll() == []
-    assert read_ledger([tmp_path / "a.jsonl"]) == []
 
 
 def test_orders_for_failpoints_are_ignored(tmp_path):
