@@ -69,9 +69,8 @@ class CalibrationFit:
     """Result of a fit.
 
     Attributes:
-        calibration: the fitted constants.
-        error: root mean square of ln(estimated / measured) with them: 0.1 is about 10 %.
-        error_before: the same with the constants that the fit began with.
+        error: root mean square of ln(estimated / measured) with the fitted constants: 0.1 is about 10 %.
+        error_before: the same root mean square with the constants that the fit began with.
     """
 
     calibration: Calibration
