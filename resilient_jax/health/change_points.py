@@ -63,8 +63,8 @@ class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         probability: that the series changed within the last `window` values, and not before the first.
-        length: the values since the most probable change.
-        mean: of these.
+        length: values since the most probable change.
+        mean: mean of the values since the most probable change.
     """
 
     probability: float
