@@ -53,9 +53,7 @@ class WorkerSession:
         """Prepare the session; `serve` answers the requests.
 
         Args:
-            connection: with the worker.
-            slots: of this host.
-            listener: records events.
+            connection: connection with the worker.
             on_finished: starts the exchange of a snapshot whose part is written; must return at once.
         """
         self._connection = connection
