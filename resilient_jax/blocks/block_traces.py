@@ -37,8 +37,8 @@ class BlockTrace:
     """The program of a block.
 
     Attributes:
-        closed: program of the weights, the values from the block before, the leaves of the batch and of the
-            key; returns the values for the next block (of the last block: the loss), then the results.
+        closed: program of the weights, the values from the block before, the leaves of the batch and of the key;
+            returns the values for the next block (of the last block: the loss), then the results.
         weights: weights that the block takes, in the order of first use.
         num_inputs: number of values from the block before.
         num_outputs: number of values for the next block.

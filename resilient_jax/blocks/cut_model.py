@@ -57,10 +57,9 @@ class CutModel:
     Attributes:
         blocks: in the order of forward.
         kinds: programs, which all blocks of a kind share.
-        shared_weights: the blocks of each weight that belongs to several: the weight's gradient is the sum of
-            the blocks' gradients.
-        sharding: sharding over the devices of a stage, without devices; None: a stage computes on a single
-            device.
+        shared_weights: the blocks of each weight that belongs to several: the weight's gradient is the sum of the
+            blocks' gradients.
+        sharding: sharding over the devices of a stage, without devices; None: a stage computes on a single device.
     """
 
     blocks: tuple[Block, ...]
@@ -139,8 +138,8 @@ class CutModel:
         """Return the same model with programs that compute over the devices of a stage.
 
         Args:
-            sharding: sharding over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights'
-                mesh must be.
+            sharding: sharding over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights' mesh must
+                be.
         """
         blocks = tuple(
             dataclasses.replace(
@@ -164,8 +163,8 @@ def cut_model(
     """Cut a model into blocks at its layers.
 
     Args:
-        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss
-            is traced once.
+        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss is traced
+            once.
         variables: arrays or their shapes; nothing is computed.
         batch: arrays of a microbatch, or their shapes.
         key: random key of a microbatch, or its shape.

@@ -92,10 +92,9 @@ def cut_forward(
     """Return the blocks of a loss that is only evaluated, in order.
 
     Args:
-        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss
-            is traced once.
-        variables: arrays or their shapes; nothing is computed. Variables that the loss does not use are in no
-            block.
+        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss is traced
+            once.
+        variables: arrays or their shapes; nothing is computed. Variables that the loss does not use are in no block.
         batch: arrays of a microbatch, or their shapes.
         key: random key of a microbatch, or its shape.
         is_trained: selects the weights by which layers are found.

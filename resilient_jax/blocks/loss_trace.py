@@ -74,8 +74,8 @@ class LossTrace:
     """A loss as one flat program.
 
     Attributes:
-        closed: program of the weights, then the leaves of the batch, then the leaves of the key; returns the
-            loss, then the leaves of the auxiliary output.
+        closed: program of the weights, then the leaves of the batch, then the leaves of the key; returns the loss, then
+            the leaves of the auxiliary output.
         result_names: names of the outputs: `loss`, and the paths of auxiliary outputs.
         aux_treedef: tree structure of the auxiliary output.
     """
@@ -97,8 +97,7 @@ def trace_loss(
     """Trace a loss. Its arguments may be shapes.
 
     Raises:
-        CallerError: no layers are found, or their marks are where a program cannot be cut; the result is no
-            loss.
+        CallerError: no layers are found, or their marks are where a program cannot be cut; the result is no loss.
     """
 
     def with_aux(variables: Tree, batch: Tree, key: jax.Array) -> tuple[Value, Tree]:

@@ -93,8 +93,7 @@ def list_leaf_specs(
     """Return path, shape and spec of each leaf of a tree that has some of a model's weights.
 
     Args:
-        weights: weights that the tree has; a leaf that is stacked over layers has the layers of these weights
-            alone.
+        weights: weights that the tree has; a leaf that is stacked over layers has the layers of these weights alone.
         specs: returns the spec of the weight with a name.
     """
     paths = jax.tree_util.tree_leaves_with_path(table.treedef.unflatten(range(table.treedef.num_leaves)))

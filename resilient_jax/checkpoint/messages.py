@@ -30,8 +30,8 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         directory: directory of the checkpoints.
         max_to_keep: how many of the newest checkpoints to keep.
         distrusted: steps whose checkpoints could not be read: these checkpoints do not count as kept.
-        verified_step: beside the newest, the newest checkpoint of at most so many steps is kept: no host that
-            computes wrongly has touched it. None: nothing is verified.
+        verified_step: beside the newest, the newest checkpoint of at most so many steps is kept: no host that computes
+            wrongly has touched it. None: nothing is verified.
         share: part of this process; None: this process writes the whole state.
     """
 
@@ -70,8 +70,8 @@ class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         arrays: all arrays but those without elements.
-        has_digests: whether all files of the checkpoint have digests. Without digests damaged arrays are not
-            noticed; plain Orbax writes none.
+        has_digests: whether all files of the checkpoint have digests. Without digests damaged arrays are not noticed;
+            plain Orbax writes none.
     """
 
     arrays: list[LeafSpec]

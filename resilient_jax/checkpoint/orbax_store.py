@@ -262,8 +262,8 @@ class OrbaxStore:
             check: called while waiting; may raise to end the load.
 
         Raises:
-            CheckpointUnreadable: the checkpoint is incomplete or damaged; the message says how. The
-                checkpoint no longer counts among those to keep.
+            CheckpointUnreadable: the checkpoint is incomplete or damaged; the message says how. The checkpoint no
+                longer counts among those to keep.
             StateError: the checkpoint is complete, but of another state; names leaves.
         """
         self.wait_until_finished(check=check)

@@ -44,8 +44,8 @@ class CheckpointContent(abc.ABC):
 
     Attributes:
         name: name of the temporary folder: of one process, or of processes that write into it together.
-        is_shared: other processes write, too. So the content is written before anybody knows whether the step
-            has a complete checkpoint, which stays then.
+        is_shared: other processes write, too. So the content is written before anybody knows whether the step has a
+            complete checkpoint, which stays then.
     """
 
     def __init__(self, name: str, *, is_shared: bool) -> None:
@@ -120,8 +120,8 @@ def remove_old_checkpoints(
     """Remove old checkpoints, and what dead writers have left.
 
     Args:
-        step: step that was just saved. Newer checkpoints, of a run that was not resumed, are neither counted
-            nor removed.
+        step: step that was just saved. Newer checkpoints, of a run that was not resumed, are neither counted nor
+            removed.
         max_to_keep: how many of the newest up to `step` to keep.
         distrusted: steps whose checkpoints do not count as kept.
         verified_step: the newest checkpoint of at most so many steps is kept, too.

@@ -181,8 +181,8 @@ def _save(folder: Path, leaves: Sequence[HeldLeaf], handler: _BoxHandler, *, is_
 
     Args:
         folder: new folder, to be made.
-        is_complete: whether these are all leaves of the tree. If not, a list may have gaps, and is written as
-            a dict: the names of arrays are the same.
+        is_complete: whether these are all leaves of the tree. If not, a list may have gaps, and is written as a dict:
+            the names of arrays are the same.
     """
 
     def make_path(leaf: StoredLeaf) -> tuple[PathKey, ...]:

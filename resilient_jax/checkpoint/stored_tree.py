@@ -60,10 +60,9 @@ class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
         spec: shape and dtype of the array; None for an empty container.
         offset: bytes from the start of the memory to the first box; the others follow without a gap.
         boxes: boxes that are in memory: the whole array, unless other processes have the rest.
-        is_by_row: whether several processes have rows of the array, so that each row is stored in chunks of
-            its own.
-        empty_container: name of the container, without an array. An array without elements is stored as
-            "none": Orbax refuses such an array.
+        is_by_row: whether several processes have rows of the array, so that each row is stored in chunks of its own.
+        empty_container: name of the container, without an array. An array without elements is stored as "none": Orbax
+            refuses such an array.
     """
 
     path: OrbaxPath

@@ -36,8 +36,8 @@ class CompilationMonitor:
     Args:
         directory: directory of this host's programs; None: JAX's cache is off.
         record_event: writes an event; called on any thread.
-        raise_if_ended: raises when the generation has ended; called by training while it waits, on any thread
-            of training.
+        raise_if_ended: raises when the generation has ended; called by training while it waits, on any thread of
+            training.
         hit_failpoint: called before training compiles a program.
     """
 

@@ -36,8 +36,7 @@ class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a program.
 
     Attributes:
-        claimant: the host that compiles the program if no host has it; None: the caller asks for the program
-            only.
+        claimant: the host that compiles the program if no host has it; None: the caller asks for the program only.
         wait_s: how long the owner may wait for a program that another host compiles.
     """
 
@@ -85,8 +84,7 @@ class ProgramDirectory:
     """This host's programs as files, and the claims on those that it owns.
 
     Args:
-        folder: folder of the files, which are written atomically, by JAX's cache; hosts of one machine may
-            share it.
+        folder: folder of the files, which are written atomically, by JAX's cache; hosts of one machine may share it.
         suffix: what follows the key in the name of a file.
     """
 

@@ -68,8 +68,8 @@ class ProgramFetcher:
 
     Args:
         directory: directory of this host's programs; None: there is none, and nothing is fetched.
-        find_patience: returns how the calling thread waits; None: the thread does not wait, and takes only
-            what is there.
+        find_patience: returns how the calling thread waits; None: the thread does not wait, and takes only what is
+            there.
         on_failure: called with a host that could not be asked or sent damaged bytes, and the error.
     """
 

@@ -119,8 +119,8 @@ class PackedDocuments:
             documents: each document is one-dimensional, of integers.
             context_length: length of a row, in tokens.
             pad_token: token that fills the rest of a row.
-            document_lengths: the lengths of all documents in tokens, if known; None: each document is read
-                here once, at every start of a worker.
+            document_lengths: the lengths of all documents in tokens, if known; None: each document is read here once,
+                at every start of a worker.
 
         Raises:
             DataError: a document is no row of integers; more or fewer lengths than documents; an invalid number.

@@ -92,8 +92,8 @@ def name_slow_devices(
 
     Args:
         finding: finding about a host whose devices were measured.
-        compute_speeds: speed of each device by its number, in a matrix product, as a part of the speed of the
-            host's fastest device; 0: the host does not use the device.
+        compute_speeds: speed of each device by its number, in a matrix product, as a part of the speed of the host's
+            fastest device; 0: the host does not use the device.
         memory_speeds: speeds in a pass over memory, as `compute_speeds`.
     """
     if finding.kind not in (FindingKind.COMPUTE, FindingKind.MEMORY):

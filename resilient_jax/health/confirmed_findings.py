@@ -37,8 +37,7 @@ class ConfirmedFindings:
 
     Attributes:
         reported: what is reported of open findings that were confirmed.
-        carried: reported findings about work that a host no longer has: measurements of devices say when they
-            end.
+        carried: reported findings about work that a host no longer has: measurements of devices say when they end.
     """
 
     def __init__(self) -> None:
@@ -73,8 +72,7 @@ class ConfirmedFindings:
 
         Args:
             finding: finding that is open and not settled.
-            confirmed: the finding as the measurement has confirmed it; None: the measurement has not
-                confirmed it.
+            confirmed: the finding as the measurement has confirmed it; None: the measurement has not confirmed it.
         """
         reported = self.reported.get(finding)
         if confirmed is None or (reported is not None and reported.host != confirmed.host):

@@ -28,8 +28,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         host: "": the finding is about the links between the hosts.
         input_share: part of the additional time that is spent in waits for data.
         device: index of the host's replica; None: the host as a whole.
-        device_speeds: (number, speed as a part of the speed of the host's fastest device) of each device of
-            the host, as measured; (): all devices are alike.
+        device_speeds: (number, speed as a part of the speed of the host's fastest device) of each device of the host,
+            as measured; (): all devices are alike.
         slow_devices: numbers of devices that are slower than the host's other ones.
         factor: observed time over predicted time.
         since_step: first step in which the factor was seen.

@@ -66,8 +66,8 @@ class SeriesState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratio: observed over predicted, over the median of peers.
-        typical_ratio: the median ratio of the suspicious steps in a row, which one long step does not change;
-            else the ratio of this step.
+        typical_ratio: the median ratio of the suspicious steps in a row, which one long step does not change; else the
+            ratio of this step.
         is_slow: the criteria are met.
         is_healthy: the ratio has been within 10 % for long enough.
         streak: suspicious steps in a row, `MAX_STREAK_SAMPLES` at most.
@@ -147,8 +147,8 @@ class WorkSeries:
             measured: observed over predicted.
             usual: median of what was measured of the peers in this step; what is below 1 counts as 1.
             samples: the samples as measured.
-            is_found: the part is known to be slow: then the series learns from healthy steps alone, not from
-                the best of the slow.
+            is_found: the part is known to be slow: then the series learns from healthy steps alone, not from the best
+                of the slow.
         """
         assert self._detector is not None, "what is measured has a model"
         self.steps_since_fit += 1

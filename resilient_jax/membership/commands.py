@@ -20,8 +20,8 @@ class QuarantineHost:
 
     Attributes:
         reason: text for people.
-        num_before: how often a slow host was taken out before as a slow one: the quarantine lasts twice as
-            long each time. 0 for another cause.
+        num_before: how often a slow host was taken out before as a slow one: the quarantine lasts twice as long each
+            time. 0 for another cause.
     """
 
     host: HostName
@@ -38,8 +38,8 @@ class QuarantineDevice:
         device: number of the device on its host, from 0.
         uuid: id of a GPU; empty: the number says which device is meant.
         reason: text for people.
-        num_before: how often the device was taken out before as a slow one: the quarantine lasts twice as
-            long each time.
+        num_before: how often the device was taken out before as a slow one: the quarantine lasts twice as long each
+            time.
     """
 
     host: HostName

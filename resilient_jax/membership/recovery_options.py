@@ -44,8 +44,7 @@ class Loss:
         ready: the hosts that can go on now.
         num_seated: ready hosts that were no members before.
         num_cold: seated hosts that have loaded no programs, for which all would wait in a new world.
-        cold_join_because: why cold hosts cannot prepare in a seat of the new world and join then; empty if
-            they can.
+        cold_join_because: why cold hosts cannot prepare in a seat of the new world and join then; empty if they can.
         num_lost: hosts lost at one moment, counted as they were before.
         awaited: the hosts that are expected back, the soonest first.
         new_world_because: why the ready hosts cannot go on in their world; empty if they can.
@@ -55,8 +54,8 @@ class Loss:
         stage: what the loss makes of a pipeline; None: unknown.
         plan: what the loss makes of planned axes; None: unknown.
         has_new_axes: whether the best axes for the hosts that are left are others than the job has.
-        stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: that host is
-            not awaited, or there are several lost hosts, whose stages are kept until their blocks are copied.
+        stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: that host is not
+            awaited, or there are several lost hosts, whose stages are kept until their blocks are copied.
     """
 
     places: float
@@ -121,8 +120,7 @@ class Prices:
 
     Attributes:
         seconds: seconds by change: the job's own measurement, or the prior.
-        joiner_losses: how often hosts that join now are expected to be lost, or to leave, until the next
-            failure.
+        joiner_losses: how often hosts that join now are expected to be lost, or to leave, until the next failure.
     """
 
     seconds: Mapping[TimedChange, float]

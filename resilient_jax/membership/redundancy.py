@@ -78,8 +78,8 @@ class _HostShare(msgspec.Struct, frozen=True):
         step: steps of the copy or part; None: the host has neither.
         part: the part; None: the host has the whole state, or nothing.
         snapshots: snapshots that the host's server reports.
-        is_replaced: whether the host's worker is ended, and so its copy or part lost, with the loss of any
-            other member.
+        is_replaced: whether the host's worker is ended, and so its copy or part lost, with the loss of any other
+            member.
     """
 
     step: int | None = None

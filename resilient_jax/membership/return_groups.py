@@ -57,8 +57,7 @@ def list_phases(
 
     Args:
         first: the pause, and the speed after it.
-        ready: hosts that train after the choice, by their devices; those that come back are counted from
-            here.
+        ready: hosts that train after the choice, by their devices; those that come back are counted from here.
         later: groups of hosts that come back, timed from the moment of the choice.
         join_s: the pause of each join.
         places: places of the job.

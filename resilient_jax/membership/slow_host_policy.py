@@ -33,8 +33,7 @@ class SlowTraining:
         needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
         refusal: why no host may be taken out now; empty: one may.
         refusal_without: why the other hosts may not go on without the slow host; empty: they may.
-        refusal_fewer_devices: why the worker of the slow host may not be started again on fewer devices;
-            empty: it may.
+        refusal_fewer_devices: why the worker of the slow host may not be started again on fewer devices; empty: it may.
         can_return_in_place: whether the worker that is started again will have a seat in their world.
     """
 

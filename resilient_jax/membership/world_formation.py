@@ -46,8 +46,7 @@ class StateOrigin:
         step: steps of the state; 0 if there is none.
         sources: members that have the complete state.
         part_holders: members that have the state together, each a part.
-        snapshot: snapshot that has the state, if the members do not have it; with parts, the snapshot to go
-            back to.
+        snapshot: snapshot that has the state, if the members do not have it; with parts, the snapshot to go back to.
     """
 
     step: int = 0
@@ -168,10 +167,10 @@ def form_next_generation(
     Args:
         kept: members that go on.
         state_loss: loss of the job's state, if it was just found out; None: no loss.
-        spare_seats: spare seats of a new world; 0 for a host that no other can join, whose devices then need
-            no network between them.
-        renews_world: whether the hosts form a new world also if they could go on in place, so that others
-            find seats in it.
+        spare_seats: spare seats of a new world; 0 for a host that no other can join, whose devices then need no network
+            between them.
+        renews_world: whether the hosts form a new world also if they could go on in place, so that others find seats in
+            it.
 
     Returns:
         The generation, or the service that must run before the generation.

@@ -25,9 +25,8 @@ class DeviceMemory:
     """Bytes on the fullest device.
 
     Attributes:
-        parameters, gradients, optimizer: bytes of the device's part of each. Gradients are the sum over
-            microbatches; 0 where a program was measured and no replica has more than one microbatch: nothing
-            is accumulated then.
+        parameters, gradients, optimizer: bytes of the device's part of each. Gradients are the sum over microbatches; 0
+            where a program was measured and no replica has more than one microbatch: nothing is accumulated then.
         activations: residuals from forward to backward, of all microbatches in flight, and a part's working memory.
         working: what a measured program needs in addition: together with `activations` it is
             `max(copies of gradients, fixed + activations)`, since gradients reuse the memory of activations.

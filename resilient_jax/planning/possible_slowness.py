@@ -74,8 +74,8 @@ def estimate_possible_slowdown(
 
     Args:
         topology: topology on which the plan runs.
-        used: the devices on which the host would go on without the slow one; (): the host cannot do without
-            that device.
+        used: the devices on which the host would go on without the slow one; (): the host cannot do without that
+            device.
         min_replicas: as in `replan`.
     """
     now = topology.slowed(slow.name, slow.speed)

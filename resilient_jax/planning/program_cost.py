@@ -169,8 +169,8 @@ class PartCost:
         remat_residual_bytes: what is kept instead if the part is recomputed: as a rule its input. Then one copy at a
             time needs `residual_bytes` as well.
         working_bytes: what the part's backward needs for a time, beyond what is kept.
-        remat_working_bytes: what the backward needs for a time where the part is recomputed; None:
-            `working_bytes` and `residual_bytes`.
+        remat_working_bytes: what the backward needs for a time where the part is recomputed; None: `working_bytes` and
+            `residual_bytes`.
         kernels: kernels of a forward pass; a backward pass has twice as many.
         step_flops, step_bytes: forward and backward together.
     """

@@ -13,8 +13,8 @@ class Team:
     """Equal replicas on a part of the devices.
 
     Attributes:
-        plan: plan of the team's devices alone; its topology has only the team's hosts, each with the devices
-            that the team uses.
+        plan: plan of the team's devices alone; its topology has only the team's hosts, each with the devices that the
+            team uses.
         microbatches: microbatches of the team in a step, each of `plan.microbatch_sequences` sequences.
     """
 

@@ -59,8 +59,8 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
         batch: arrays or `jax.ShapeDtypeStruct` objects; the first dim of each is the batch dim.
 
     Raises:
-        CallerError: `model` is no model, has no parameters or some without a gradient, or the loss is no
-            scalar of a floating-point type.
+        CallerError: `model` is no model, has no parameters or some without a gradient, or the loss is no scalar of a
+            floating-point type.
     """
     batch, loss_fn = jax.tree.map(_shape_of, batch), _trace_under_plan_mesh(loss_fn)
     if isinstance(model, nn.Module):

@@ -56,8 +56,7 @@ class OperationTrace:
         outputs: outputs, flat; None for a literal.
         slices: maps what a loop reads in one iteration to the array that it scans over.
         carries: what a loop hands from one iteration to the next, with the loop's number of iterations.
-        stacks: what a loop has written in all iterations, with the index of the last operation of the loop's
-            body.
+        stacks: what a loop has written in all iterations, with the index of the last operation of the loop's body.
     """
 
     inputs: tuple[Value, ...]

@@ -67,8 +67,7 @@ class ProgramDescription:
 
     Attributes:
         digest: digest of the whole description.
-        lines: `name: value`, what the program consists of: for telling two programs apart where their digests
-            differ.
+        lines: `name: value`, what the program consists of: for telling two programs apart where their digests differ.
     """
 
     digest: bytes
@@ -122,8 +121,8 @@ def describe_program(closed: core.ClosedJaxpr, *, compares_constants: bool = Tru
     was traced anew takes the time of its own equations alone, if its calls are of the jaxprs of the last time.
 
     Args:
-        compares_constants: True: the content of the program's constants counts; False: only the content of
-            constants of the jaxprs inside.
+        compares_constants: True: the content of the program's constants counts; False: only the content of constants of
+            the jaxprs inside.
     """
     found = _descriptions.get(closed)
     if found is None:
@@ -154,8 +153,7 @@ class _Digester:
     """Digests one program.
 
     Args:
-        without_constants: jaxpr whose constants' content does not count; None: the content of all constants
-            counts.
+        without_constants: jaxpr whose constants' content does not count; None: the content of all constants counts.
     """
 
     def __init__(self, without_constants: core.ClosedJaxpr | None) -> None:

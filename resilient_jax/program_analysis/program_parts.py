@@ -32,8 +32,8 @@ class PartAssignment:
     Attributes:
         positions: position of each operation, in the order of operations.
         uses: maps the value of each parameter among the inputs to the parts that use it.
-        boundary_bytes: bytes that are live where the first layer ends and the second begins; 0: there are no
-            two layers.
+        boundary_bytes: bytes that are live where the first layer ends and the second begins; 0: there are no two
+            layers.
     """
 
     positions: tuple[PartPosition, ...]
@@ -75,8 +75,8 @@ class _DataFlow:
 
     Attributes:
         dependent: values that depend on the batch.
-        parameter_uses: maps the index of each operation on such values to the parameters that the operation
-            uses, if any.
+        parameter_uses: maps the index of each operation on such values to the parameters that the operation uses, if
+            any.
     """
 
     def __init__(

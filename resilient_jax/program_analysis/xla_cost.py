@@ -107,8 +107,8 @@ class CompiledProgram:
 
     Attributes:
         cost: cost with all iterations of loops.
-        temporary_bytes: memory beyond arguments: bytes of results, whose buffers hold other values first, and
-            of temporary buffers.
+        temporary_bytes: memory beyond arguments: bytes of results, whose buffers hold other values first, and of
+            temporary buffers.
     """
 
     cost: XlaCost

@@ -53,8 +53,7 @@ class _Format:
         outer: dims along which digits are added up after the words; may be empty.
         num_words: K, words of an addend.
         word_bits: W, bits of a word.
-        digits_per_word: digits of a word after the words are added up. 1: where `outer` is empty, words are
-            the digits.
+        digits_per_word: digits of a word after the words are added up. 1: where `outer` is empty, words are the digits.
         num_carries: digits above those of the first word; none where `outer` is empty.
     """
 
@@ -95,8 +94,8 @@ def sum_exactly(sums: Sequence[tuple[jax.Array, Sequence[int]]]) -> list[jax.Arr
     Together they are a program of fewer operations than one by one, with the same bits.
 
     Args:
-        sums: pairs of a floating-point array, of at most `MAX_DIM_SIZE` elements along each of the dims, and
-            these dims: not negative, each once.
+        sums: pairs of a floating-point array, of at most `MAX_DIM_SIZE` elements along each of the dims, and these
+            dims: not negative, each once.
     """
     found: dict[int, jax.Array] = {}
     groups = collections.defaultdict[Any, list[int]](list)

@@ -48,8 +48,8 @@ def walk(
 
     Args:
         inputs: one value for each argument of the jaxpr.
-        apply: returns the values of an equation's results from those of its operands. `apply` decides whether
-            to enter the jaxprs inside the equation, by calling `walk` again.
+        apply: returns the values of an equation's results from those of its operands. `apply` decides whether to enter
+            the jaxprs inside the equation, by calling `walk` again.
         read_constant: returns the value of a constant variable of the jaxpr.
         read_literal: returns the value of a literal operand.
     """

@@ -157,8 +157,8 @@ def make_batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: in
     Args:
         batch: arrays or their shapes; the first dim of each is the batch dim.
         sizes: sizes of the plan's axes.
-        sequence_tokens: tokens of an example; the axis `sequence` shards second dims of this size. None:
-            examples are no sequences.
+        sequence_tokens: tokens of an example; the axis `sequence` shards second dims of this size. None: examples are
+            no sequences.
 
     Raises:
         CallerError: an axis does not divide the examples, or the sequence axis shards no array.

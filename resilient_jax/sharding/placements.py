@@ -132,8 +132,8 @@ def fully_sharded(mesh: Mesh | AbstractMesh) -> FullyShardedPlacement:
     (Zhao et al. 2023, https://arxiv.org/abs/2304.11277; Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.)
 
     Args:
-        mesh: mesh of any axes; the hosts' axis first, so that a dim that is divisible by hosts and by local
-            devices, but not by their product, is sharded over hosts where that gives no fewer shards.
+        mesh: mesh of any axes; the hosts' axis first, so that a dim that is divisible by hosts and by local devices,
+            but not by their product, is sharded over hosts where that gives no fewer shards.
 
     >>> from jax.sharding import AbstractMesh
     >>> rule = fully_sharded(AbstractMesh((3, 2), ("host", "local")))

@@ -49,8 +49,7 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
 
     Args:
         plan: the plan whose devices the mesh has.
-        devices: all devices of the topology, host by host in the topology's order; the plan leaves out its
-            spares.
+        devices: all devices of the topology, host by host in the topology's order; the plan leaves out its spares.
         replica: index of the one replica whose devices to take; None: all replicas.
 
     Raises:

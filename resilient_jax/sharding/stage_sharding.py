@@ -94,8 +94,8 @@ def make_abstract_stage_mesh(sizes: Mapping[str, int], devices: Sequence[Device]
 
     Args:
         sizes: sizes by axis of `STAGE_AXES`; a missing axis has size 1.
-        devices: devices of a host. JAX has the kind of devices in the type of what is traced with such a
-            mesh, so devices must be given if the stage has several.
+        devices: devices of a host. JAX has the kind of devices in the type of what is traced with such a mesh, so
+            devices must be given if the stage has several.
     """
     shape = tuple(sizes.get(axis, 1) for axis in STAGE_AXES)
     abstract = AbstractMesh(shape, STAGE_AXES, axis_types=(AxisType.Auto,) * len(STAGE_AXES))

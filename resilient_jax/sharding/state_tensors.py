@@ -72,8 +72,8 @@ def make_state_tensors(
 
     Args:
         parts: parts that use each parameter, by path.
-        others: trees of the optimizer state and of other variables. A leaf of these trees whose path ends
-            with the path of a parameter of the same shape has the names of that parameter.
+        others: trees of the optimizer state and of other variables. A leaf of these trees whose path ends with the path
+            of a parameter of the same shape has the names of that parameter.
     """
     tensors = {}
     for info in parameters:

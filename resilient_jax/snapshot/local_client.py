@@ -75,8 +75,8 @@ class LocalServerClient:
 
         Args:
             layout: layout, the same on every host.
-            restored: the snapshot that the generation resumes from, or would go back to; None: unknown. The
-                snapshot counts as committed from now on, and newer ones of older generations are dropped.
+            restored: the snapshot that the generation resumes from, or would go back to; None: unknown. The snapshot
+                counts as committed from now on, and newer ones of older generations are dropped.
             check: called several times a second meanwhile; an exception that `check` raises ends the wait.
 
         Raises:

@@ -37,8 +37,7 @@ class RequiredMemory:
     Attributes:
         part_bytes: bytes of one slot, for this host's part of the state.
         parity_bytes: bytes of one slot, for the parity chunks that this host keeps for other hosts.
-        metadata_bytes: bytes of one slot, for the header, the manifests of the host's group and the
-            checksums.
+        metadata_bytes: bytes of one slot, for the header, the manifests of the host's group and the checksums.
     """
 
     part_bytes: int

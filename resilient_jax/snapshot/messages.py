@@ -31,8 +31,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         address: address of the host; the server chooses the port.
         tls: file paths of certificate, key and authority; None for plain TCP.
-        connection_fd: the server's end of a socket pair with its agent. When the agent's end closes, the
-            server ends.
+        connection_fd: the server's end of a socket pair with its agent. When the agent's end closes, the server ends.
     """
 
     host: HostName
@@ -223,8 +222,8 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         row: row of the parity chunk.
         offset: bytes from the start of the part or chunk.
-        verify: whether the server verifies the blocks and sends a digest of the bytes. Otherwise the client
-            must verify what it computes from the bytes, which takes one pass over them instead of three.
+        verify: whether the server verifies the blocks and sends a digest of the bytes. Otherwise the client must verify
+            what it computes from the bytes, which takes one pass over them instead of three.
     """
 
     id: SnapshotId

@@ -239,8 +239,8 @@ class ParityExchange:
         """Wait until the encoders of other stripes have sent their rows.
 
         Raises:
-            SnapshotDropped: this host dropped the snapshot, or another host did, whose row will then never
-                come. Only the root can report the latter.
+            SnapshotDropped: this host dropped the snapshot, or another host did, whose row will then never come. Only
+                the root can report the latter.
         """
         while True:
             with self._slots.changed:

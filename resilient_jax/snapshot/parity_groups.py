@@ -37,8 +37,8 @@ def form_parity_groups(
         hosts: all different; the same order on every host gives the same groups.
         parity: m, how many hosts of a group may be lost; lowered to the number of hosts minus 1.
         group_size: hosts in a group, as nearly as equal sizes allow; more than `parity`.
-        domain_of: the rack or slice that each host fails together with. None, or a host without an entry: the
-            host is a domain of its own.
+        domain_of: the rack or slice that each host fails together with. None, or a host without an entry: the host is a
+            domain of its own.
 
     Raises:
         SnapshotRefused: no groups satisfy the arguments; the message proposes ones that do.

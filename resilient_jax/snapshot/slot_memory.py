@@ -106,8 +106,7 @@ class SlotHeader:
     """The contents of a slot, as recorded on its first page.
 
     Attributes:
-        manifest_bytes: bytes of this host's manifest, and `manifest_crc` the CRC-32 of these; 0 while there
-            is none.
+        manifest_bytes: bytes of this host's manifest, and `manifest_crc` the CRC-32 of these; 0 while there is none.
         wall_s: time of day at which the snapshot became complete; 0 before.
     """
 

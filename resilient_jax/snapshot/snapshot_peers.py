@@ -81,8 +81,7 @@ class SnapshotPeers:
         """Read bytes of the survivor's own part, or of a parity chunk that it keeps; verified only with `verify`.
 
         Raises:
-            ChecksumMismatch: some bytes are corrupt, in memory or in transit; an event records the
-                corruption.
+            ChecksumMismatch: some bytes are corrupt, in memory or in transit; an event records the corruption.
             ResilientJaxError: the survivor does not have the bytes or fails; an event records the failure.
         """
         length = len(out)

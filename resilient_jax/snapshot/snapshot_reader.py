@@ -77,8 +77,8 @@ class SnapshotReader:
         Args:
             plan: the snapshot, and the hosts that have it.
             local: opens the host's own part; None, the host's server is used like that of another host.
-            check: called several times a second while the caller waits; an exception that `check` raises ends
-                the reading.
+            check: called several times a second while the caller waits; an exception that `check` raises ends the
+                reading.
             record_event: called as `record_event(kind, **detail)` from several threads, one at a time.
         """
         self._plan = plan

@@ -101,9 +101,8 @@ class StripeDecoder:
             host: a member of the group, which is not read from.
             offset: bytes from the start of the part.
             excluded: further hosts that are not read from.
-            verify: whether the survivors verify their shards, so that a corrupt shard counts as lost. Shards
-                have the same blocks as parts, so two survivors with one corrupt block each can replace each
-                other.
+            verify: whether the survivors verify their shards, so that a corrupt shard counts as lost. Shards have the
+                same blocks as parts, so two survivors with one corrupt block each can replace each other.
 
         Raises:
             SnapshotLost: fewer than k shards of a stripe are left; the message lists the missing ones and why.

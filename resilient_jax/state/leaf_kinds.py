@@ -179,8 +179,8 @@ def give_back(spec: LeafSpec, value: jax.Array | np.ndarray) -> Any:  # noqa: AN
 
     Args:
         spec: spec of the leaf.
-        value: array on devices; in host memory for the kinds that are kept there, and for a JAX array that is
-            wanted there.
+        value: array on devices; in host memory for the kinds that are kept there, and for a JAX array that is wanted
+            there.
     """
     if spec.kind in HOST_KINDS:
         assert isinstance(value, np.ndarray), "leaves in host memory are placed nowhere"

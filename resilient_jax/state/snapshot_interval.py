@@ -40,8 +40,8 @@ def compute_interval_steps(
 
     Args:
         cost_s: the time by which one snapshot prolongs training.
-        mean_time_between_failures_s: mean time of the job; None: not known, so that snapshots are taken as
-            often as copies can follow each other.
+        mean_time_between_failures_s: mean time of the job; None: not known, so that snapshots are taken as often as
+            copies can follow each other.
         copy_s: time from the start of a snapshot until the next can begin; a shorter interval would only drop
             snapshots.
 

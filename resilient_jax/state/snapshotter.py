@@ -160,10 +160,10 @@ class Snapshotter:
         """Begin a generation.
 
         Args:
-            protection: when the generation takes snapshots, the same on all hosts. A first snapshot that is
-                urgent is waited for longer.
-            base: the snapshot that the generation resumes from, or goes back to if it comes to nothing;
-                servers keep this snapshot. None: there is none.
+            protection: when the generation takes snapshots, the same on all hosts. A first snapshot that is urgent is
+                waited for longer.
+            base: the snapshot that the generation resumes from, or goes back to if it comes to nothing; servers keep
+                this snapshot. None: there is none.
         """
         self._copy_timeout_s = URGENT_COPY_TIMEOUT_S if protection.from_first_commit else COPY_TIMEOUT_S
         self._protection = protection
@@ -309,8 +309,8 @@ class Snapshotter:
         """End the generation and release all arrays; return the newest snapshot of which this host's part is complete.
 
         Args:
-            is_needed: whether the copy in progress is finished, if that does not take too long; otherwise the
-                copy is cancelled.
+            is_needed: whether the copy in progress is finished, if that does not take too long; otherwise the copy is
+                cancelled.
         """
         if is_needed:
             self._capture.wait_until_finished(FINISH_TIMEOUT_S)

@@ -36,8 +36,7 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
     Args:
         abstract: abstract tree as `make_abstract_state` returns it.
         state: the committed state; leaves that already have the right sharding are used without a copy.
-        sharding: sharding of each JAX array; None keeps a leaf's devices, or takes this process's first
-            device.
+        sharding: sharding of each JAX array; None keeps a leaf's devices, or takes this process's first device.
 
     Raises:
         StateError: structure, shape or dtype differ; the message names the first leaves.

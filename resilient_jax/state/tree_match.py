@@ -35,8 +35,8 @@ class MatchedLeaf(NamedTuple):
 
     Attributes:
         spec: spec of the array as it is given back, with the dtype and kind that were found.
-        sharding: sharding of the array, or of the data of a random key, or of the vector of a raveled array;
-            None for a leaf in host memory.
+        sharding: sharding of the array, or of the data of a random key, or of the vector of a raveled array; None for a
+            leaf in host memory.
         is_raveled: whether the array is wanted as a vector.
     """
 
@@ -118,17 +118,16 @@ def match_tree(
         abstract: the wanted tree of abstract arrays and strings.
         found: specs of the found arrays, in any order.
         strings: the found strings, by path.
-        sharding: sharding of each array, by its path as `jax.tree_util.keystr` writes it and its abstract
-            value.
+        sharding: sharding of each array, by its path as `jax.tree_util.keystr` writes it and its abstract value.
         source: where the arrays are from, for the error.
         expected: what was expected, and what to do, for the error.
         format_path: how the paths of `found` are formatted.
-        is_initial: whether leaves in host memory that have a sharding are placed by that sharding, as before
-            step 0. Later such leaves are where the script has put them.
+        is_initial: whether leaves in host memory that have a sharding are placed by that sharding, as before step 0.
+            Later such leaves are where the script has put them.
 
     Raises:
-        StateError: a path, shape, dtype or key implementation differs; the message names the first. A leaf
-            cannot be placed without the loss of bits.
+        StateError: a path, shape, dtype or key implementation differs; the message names the first. A leaf cannot be
+            placed without the loss of bits.
     """
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_raveled)
     wanted = list_leaf_specs(abstract, format_path)

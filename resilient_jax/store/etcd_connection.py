@@ -117,8 +117,8 @@ class EtcdConnection:
 
         Args:
             timeout_s: the limit of all attempts together.
-            is_repeatable: whether the request may be carried out twice. If not, the request is sent again
-                only where it was certainly not carried out.
+            is_repeatable: whether the request may be carried out twice. If not, the request is sent again only where it
+                was certainly not carried out.
             fields: fields of the request message.
 
         Raises:

@@ -222,8 +222,7 @@ class Store(Protocol):
 
         Args:
             compares: the conditions of success, all of which must hold; an empty list always succeeds.
-            success_ops: operations that run where all conditions hold. No key may be written twice, as in
-                etcd.
+            success_ops: operations that run where all conditions hold. No key may be written twice, as in etcd.
             failure_ops: operations that run where a condition does not hold.
 
         Raises:

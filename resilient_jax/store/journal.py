@@ -162,8 +162,7 @@ class StoreJournal:
         """Return when all that was appended before is on the disk; calls at a time share a frame.
 
         Args:
-            make_image: returns the present store, for a journal that has grown so much that it is written
-                anew.
+            make_image: returns the present store, for a journal that has grown so much that it is written anew.
 
         Raises:
             PeerUnreachable: the disk does not take it; the next call tries again.

@@ -77,8 +77,8 @@ class MemoryStore(TransactionStore):
         Args:
             clock: clock that measures leases.
             keep_revisions: number of revisions that a watch may resume from.
-            on_trouble: called with why the journal cannot be written, once; with an empty text when the
-                journal can be written again. Until then nothing changes in the store, and leases go on.
+            on_trouble: called with why the journal cannot be written, once; with an empty text when the journal can be
+                written again. Until then nothing changes in the store, and leases go on.
 
         Raises:
             LogUnwritable: the file cannot be created or written.

@@ -86,8 +86,7 @@ class Arranger:
 
     Attributes:
         plan_searcher: searcher of plans; None: without a planner.
-        why_equal_stages: why all hosts of a pipeline must have as many devices, in words; "": hosts may
-            differ.
+        why_equal_stages: why all hosts of a pipeline must have as many devices, in words; "": hosts may differ.
     """
 
     def __init__(self, config: FitConfig) -> None:

@@ -37,9 +37,8 @@ def restore_newest(
         sharding: sharding of each leaf; None: leaves in host memory.
 
     Raises:
-        CheckpointUnreadable: there are checkpoints, but none can be read; the message says why for each. Or
-            there is no checkpoint although the job's state was lost, and the job was to resume from a
-            checkpoint.
+        CheckpointUnreadable: there are checkpoints, but none can be read; the message says why for each. Or there is no
+            checkpoint although the job's state was lost, and the job was to resume from a checkpoint.
         StateError: the hosts see different checkpoints, or the directory has other contents than checkpoints, or the
             newest readable one is of another state; or the state cannot be on storage.
     """

@@ -23,8 +23,8 @@ class TrainedModel(NamedTuple):
     Attributes:
         variables: arrays in host memory; None: no host has all variables, as in a pipeline.
         ema_params: the average of the parameters; None: no average was kept, or no host has the whole.
-        params_sha256: the digest of the parameters, where hosts compute the digest together; None:
-            `digest_tree` computes it.
+        params_sha256: the digest of the parameters, where hosts compute the digest together; None: `digest_tree`
+            computes it.
     """
 
     variables: Variables | None
@@ -38,16 +38,16 @@ class FitResult:
 
     Attributes:
         step: how many steps are committed.
-        metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if this
-            host made none.
+        metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if this host made
+            none.
         trained: what this host has of the trained model.
         adapter: what makes the model from its variables.
         stop_reason: why training ended before the last step; None: training did not end before.
         host_index: this host's index in the last generation; host 0 prints and saves.
-        checkpoint_directory: where the state after the last step is, as a checkpoint; None without
-            `checkpoints=`, and if the state could not be saved.
-        checkpoint_failure: why the state could not be saved; the model is in this result alone. Empty: the
-            state was saved, or need not be.
+        checkpoint_directory: where the state after the last step is, as a checkpoint; None without `checkpoints=`, and
+            if the state could not be saved.
+        checkpoint_failure: why the state could not be saved; the model is in this result alone. Empty: the state was
+            saved, or need not be.
     """
 
     step: int

@@ -46,8 +46,7 @@ def require_equal_devices(world: World, why_equal: str, *, is_first: bool) -> No
 
     Args:
         why_equal: why all hosts must have as many devices, and what to change; "": hosts may differ.
-        is_first: whether this worker asks for the first time: the worker's agent is told to keep all devices,
-            or none.
+        is_first: whether this worker asks for the first time: the worker's agent is told to keep all devices, or none.
 
     Raises:
         CallerError: hosts that differ have not left in time.

@@ -41,9 +41,8 @@ def match_variables(variables: Variables, given: Tree) -> GivenLeaves:
 
     Args:
         variables: abstract variables of the model.
-        given: an `nnx.Module`, `nnx.State` or tree with the paths of an `nnx` model; the parameters of a
-            Linen model or a dict of its collections; the tree of a function. Variables that are not given
-            keep their initial values.
+        given: an `nnx.Module`, `nnx.State` or tree with the paths of an `nnx` model; the parameters of a Linen model or
+            a dict of its collections; the tree of a function. Variables that are not given keep their initial values.
 
     Raises:
         CallerError: an array is at no path of the model, or has another shape or kind.

@@ -47,8 +47,7 @@ class Variables(NamedTuple):
 
     Attributes:
         params: parameters that the optimizer updates.
-        collections: all other variables, by the name of their Linen collection or NNX type; frozen parameters
-            too.
+        collections: all other variables, by the name of their Linen collection or NNX type; frozen parameters too.
     """
 
     params: Tree
@@ -93,14 +92,13 @@ def adapt_model(model: object, wrt: Any = nnx.Param) -> ModelAdapter:  # noqa: A
     """Return the adapter of the user's model.
 
     Args:
-        wrt: selects the parameters that are trained, as that of `nnx.Optimizer`; `nnx.Param`: all parameters
-            of any model.
+        wrt: selects the parameters that are trained, as that of `nnx.Optimizer`; `nnx.Param`: all parameters of any
+            model.
         model: a function or class that makes an `nnx.Module` and has a parameter `rngs`; a `flax.linen.Module`; or a
             function `init(key)` that makes a tree of arrays.
 
     Raises:
-        CallerError: `model` is none of these, or an `nnx.Module` with its arrays already made; `wrt` is no
-            filter.
+        CallerError: `model` is none of these, or an `nnx.Module` with its arrays already made; `wrt` is no filter.
     """
     try:
         trained = None if wrt is nnx.Param else nnx.filterlib.to_predicate(wrt)
@@ -254,8 +252,8 @@ def _check_trained(variables: Variables) -> None:
     """Check that something is trained, and that it has gradients.
 
     Raises:
-        CallerError: nothing is trained, or a parameter has no gradient; the message names the parameters that
-            there are.
+        CallerError: nothing is trained, or a parameter has no gradient; the message names the parameters that there
+            are.
     """
     found = jax.tree_util.tree_leaves_with_path(variables.params)
     if not found:

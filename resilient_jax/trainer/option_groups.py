@@ -44,8 +44,7 @@ def check_option_groups(**arguments: object) -> None:
     """Check that each argument is of its group.
 
     Raises:
-        CallerError: an argument is of another type; the message names the first, with an example of a right
-            one.
+        CallerError: an argument is of another type; the message names the first, with an example of a right one.
     """
     for name, found in arguments.items():
         group = OPTION_GROUPS[name]

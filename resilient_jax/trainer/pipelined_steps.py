@@ -92,8 +92,8 @@ class PipelinedSteps:
             why_equal_axes: why all hosts must have as many devices, in words; "": hosts may differ.
 
         Raises:
-            CallerError: the model, its optimizer or an option does not fit a pipeline; the message says what
-                stands in the way.
+            CallerError: the model, its optimizer or an option does not fit a pipeline; the message says what stands in
+                the way.
         """
         options = config.parallelism.pipeline
         assert options is not None

@@ -97,8 +97,7 @@ class PlanCalibrator:
             seconds: duration of the step.
 
         Returns:
-            The measured steps of all plans, the step of this plan last, if constants are to be fitted now;
-                else ().
+            The measured steps of all plans, the step of this plan last, if constants are to be fitted now; else ().
         """
         self._steps.append(seconds)
         self._num_steps += 1

@@ -88,8 +88,7 @@ class PlanForecast:
         """Report what is estimated. Thread-safe.
 
         Args:
-            compile_s: seconds that the programs of a step take to compile in this job, if no program is
-                ready.
+            compile_s: seconds that the programs of a step take to compile in this job, if no program is ready.
         """
         if not (self._losses or self._joins):
             return

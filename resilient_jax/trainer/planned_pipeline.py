@@ -87,8 +87,8 @@ class PlannedPipeline:
 
     Attributes:
         plan: plan that the pipeline follows.
-        state_shardings: shardings of a state, for `jax.device_put`: each array is on the devices of its
-            layer's stages alone.
+        state_shardings: shardings of a state, for `jax.device_put`: each array is on the devices of its layer's stages
+            alone.
         cut: text that says which stage has which blocks, such as `replica-0 0-2 -> 3-5`.
         routes: routes of the microbatches through the stages.
         last_step: what each stage did in the last step, by the stage's name.
@@ -185,10 +185,10 @@ class PlannedPipeline:
         """Return the next state, and the means of loss and metrics.
 
         Args:
-            state: a state with the shardings of `state_shardings`. The state is donated, unless
-                `donate_state=False`: a step deletes the arrays of the state when all gradients are summed and
-                checked, unit by unit. Where a step raises before that, such as for a bad batch or gradients
-                that are not finite, the state stays as it is.
+            state: a state with the shardings of `state_shardings`. The state is donated, unless `donate_state=False`: a
+                step deletes the arrays of the state when all gradients are summed and checked, unit by unit. Where a
+                step raises before that, such as for a bad batch or gradients that are not finite, the state stays as it
+                is.
             batch: numpy arrays whose first dim is the examples of the plan's whole batch. Microbatches are consecutive
                 rows.
             before_task: called before each task, on the thread of its stage.

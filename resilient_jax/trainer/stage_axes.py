@@ -65,8 +65,8 @@ class StageAxes:
 
     Attributes:
         sizes: sizes by axis of `STAGE_AXES`, which multiply to the devices that are used.
-        may_replicate: whether weights are replicated along an axis that shards none, as on a host that has
-            too few devices for the axes of the job; False: such an axis is an error.
+        may_replicate: whether weights are replicated along an axis that shards none, as on a host that has too few
+            devices for the axes of the job; False: such an axis is an error.
     """
 
     sizes: Mapping[str, int]

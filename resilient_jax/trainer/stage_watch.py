@@ -77,17 +77,17 @@ class StageWatch:
         worker: worker of this host, whose times of tasks the watch changes.
         data: source of the lengths of documents.
         schedule: schedule of the job.
-        balance_by_speed: whether steps are divided by what tasks take; steps are not while a stage is kept
-            for an absent host.
+        balance_by_speed: whether steps are divided by what tasks take; steps are not while a stage is kept for an
+            absent host.
         block_bytes: bytes of the state of each block.
         bytes_per_s: speed at which a host gets blocks, as far as known.
         fewer_devices: what hosts do without some of their devices.
 
     Attributes:
-        losses: what the loss of each host, or of two, would make of the pipeline; for the first three hosts,
-            from the second step on.
-        outlook: what the loss of any hosts would make of the pipeline, by their number; for the first nine
-            hosts, of which one is left if any eight are lost.
+        losses: what the loss of each host, or of two, would make of the pipeline; for the first three hosts, from the
+            second step on.
+        outlook: what the loss of any hosts would make of the pipeline, by their number; for the first nine hosts, of
+            which one is left if any eight are lost.
         order: hosts of the replicas in their order, for the same nine hosts, whatever the number of tasks.
     """
 

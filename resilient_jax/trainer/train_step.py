@@ -79,8 +79,8 @@ class Recipe:
         early_stopping: the initial state of early stopping; () without.
         variable_rules: rule for variables that the loss changes, by collection or type; see `check_rules`.
         axis_names: axis names of a replica's mesh.
-        is_mesh_free: whether norms of sums that are sharded have the same bits on every mesh, if the norms
-            can have them.
+        is_mesh_free: whether norms of sums that are sharded have the same bits on every mesh, if the norms can have
+            them.
     """
 
     model: ModelAdapter
@@ -114,9 +114,9 @@ class TrainStep:
     Attributes:
         init: `init() -> TrainingState` before step 0, the same on every host; `init(given)` with variables of the
             user's, see `match_variables`.
-        compute: `compute(variables, batch, microbatch_id, placement=) -> MicrobatchSums` of one microbatch,
-            where `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices,
-            is that of the result.
+        compute: `compute(variables, batch, microbatch_id, placement=) -> MicrobatchSums` of one microbatch, where
+            `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, is that of the
+            result.
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
         update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
             divides; `placement`, without devices, is that of the state, of which leaves may be raveled.
@@ -126,8 +126,8 @@ class TrainStep:
         abstract_sums: the shapes of the sums.
         abstract_summary: the shapes of the summary.
         update_description: what `update` computes, for a comparison of hosts.
-        why_mesh_bound: why the update may have other bits on another mesh: the operation and the leaves that
-            it is computed from, in words; "": the update has the same bits on every mesh.
+        why_mesh_bound: why the update may have other bits on another mesh: the operation and the leaves that it is
+            computed from, in words; "": the update has the same bits on every mesh.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:

@@ -50,8 +50,7 @@ class MicrobatchSums(NamedTuple):
 
     Attributes:
         gradients: gradients in the shapes of the parameters.
-        collections: what the microbatches contribute to the variables that the loss changes; see
-            `VariableReducer`.
+        collections: what the microbatches contribute to the variables that the loss changes; see `VariableReducer`.
         loss: [], or a `WeightedMean` of two such arrays.
         metrics: [] for each metric, or a `WeightedMean` of two such arrays.
         non_finite: [B]: 1 at each microbatch that has a non-finite element, so that no further communication is
@@ -70,8 +69,8 @@ class StepSummary(NamedTuple):
 
     Attributes:
         num_microbatches: float32[]: microbatches in the mean: B without those that are skipped.
-        divisor: float32[]: what the sums of gradients are divided by: `num_microbatches`, or of a loss that
-            is a `WeightedMean` what `find_divisor` makes of the loss's weight.
+        divisor: float32[]: what the sums of gradients are divided by: `num_microbatches`, or of a loss that is a
+            `WeightedMean` what `find_divisor` makes of the loss's weight.
         grad_norm: float32[]: norm of the mean gradient, before it is clipped.
         mean_loss: float32[]: mean loss of the step.
     """

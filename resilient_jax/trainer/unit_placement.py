@@ -55,16 +55,15 @@ class UnitPlacement:
     Attributes:
         stage_hosts: the hosts in the order in which hosts make replicas; the same on every host.
         teams: the replicas, with hosts whose stages are kept for them.
-        absent: hosts whose stages are kept. Their replicas compute nothing; other hosts of these replicas
-            keep their blocks up to date.
+        absent: hosts whose stages are kept. Their replicas compute nothing; other hosts of these replicas keep their
+            blocks up to date.
         quotas: microbatches of each replica in a step that begins in this generation.
         routes: routes of the microbatches of such a step.
         holders: hosts that are there and have each block.
         unit_holders: hosts that are there and have each unit.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
-        device_speeds: speeds of hosts that use fewer devices than others, as parts of the speed of the
-            others.
+        device_speeds: speeds of hosts that use fewer devices than others, as parts of the speed of the others.
         sharding: sharding over the devices of this host.
     """
 
@@ -82,8 +81,7 @@ class UnitPlacement:
 
         Args:
             states: states of the units.
-            sharding: sharding over the devices of this host, without devices; other hosts may have other
-                axes.
+            sharding: sharding over the devices of this host, without devices; other hosts may have other axes.
             block_costs: relative times of the blocks.
             num_stages: hosts of a replica.
             num_microbatches: microbatches of a step.

@@ -135,8 +135,7 @@ class UnitStates:
         """Yield what a unit has of the state of the whole model, without what every unit has; the inverse of `split`.
 
         Yields:
-            The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, as many as the box
-                has.
+            The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, as many as the box has.
         """
         unit = self.units[number]
         names, leaves = zip(*_list_paths(self._variables), strict=True)

@@ -96,8 +96,8 @@ class VariableReducer:
             rules: rules as `check_rules` returns them.
             before: shapes of the variables.
             after: shapes of the variables after the loss function.
-            jaxpr: program of a function of the variables, and of other arguments after them, that returns the
-                variables after the loss function, and other results after these.
+            jaxpr: program of a function of the variables, and of other arguments after them, that returns the variables
+                after the loss function, and other results after these.
 
         Raises:
             CallerError: a variable is changed that has no rule, or an unsuitable one; a rule is for no variable.

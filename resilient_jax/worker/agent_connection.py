@@ -50,8 +50,8 @@ class AgentConnection:
         descriptor: this worker's end of the socket pair.
         interrupt: called by the guard thread while the main thread must unwind.
         limits: deadlines after which the guard thread reports a hang.
-        polls_checkpoints: whether a `report_checkpoint` follows whenever this worker is idle; decisions about
-            a lost state wait for it.
+        polls_checkpoints: whether a `report_checkpoint` follows whenever this worker is idle; decisions about a lost
+            state wait for it.
         on_pause: called by the guard thread with each order to pause.
     """
 

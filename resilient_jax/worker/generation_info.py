@@ -33,18 +33,17 @@ class GenerationInfo:
         reason: text for people: why the generation was formed.
         trusted_step: states of more steps may be wrong, because a host has computed wrongly; None: none.
         state_loss: what was lost, if no host's memory has the state any more; else None.
-        layer_speeds: speeds of hosts that get fewer layers of a pipeline, as parts of the speed of their
-            peers.
+        layer_speeds: speeds of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
-        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first generation in
-            their order. Each order follows from the one before it, so that the fewest blocks move. Empty:
-            `stage_hosts` are in their order.
-        plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, those of the
-            other workers. Empty: each worker finds the best plan.
-        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the
-            worker was given.
-        is_joining: whether the generation is the rehearsal of a worker that takes part from the next
-            generation on, and not when another has left.
+        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first generation in their order.
+            Each order follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their
+            order.
+        plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, those of the other
+            workers. Empty: each worker finds the best plan.
+        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the worker
+            was given.
+        is_joining: whether the generation is the rehearsal of a worker that takes part from the next generation on, and
+            not when another has left.
         next_failure_s: in a rehearsal the expected time to the next failure, once this worker has joined.
         events: what this worker recorded on its way into this generation, oldest first.
         has_service: whether the world's coordination service runs; without it no clique can be formed.

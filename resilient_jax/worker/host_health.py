@@ -68,8 +68,8 @@ class HealthRecord:
         judge: judge of the generation.
         next_measurement_s: monotonic time before which nothing is measured.
         paid_s: monotonic time by which all measurements together have taken a small part of the time.
-        next_measurement_step: step before which nothing is measured. What has been judged by then is newer
-            than the last measurement.
+        next_measurement_step: step before which nothing is measured. What has been judged by then is newer than the
+            last measurement.
         thread: thread that judges, beside the training.
     """
 
@@ -117,8 +117,8 @@ class HostHealth:
         report: called with all slow hosts when the slow hosts have changed; see `WorkerReport.slow_hosts`.
         record: record that outlives the generation.
         clock: clock that tells how long measuring takes.
-        known: hosts that get fewer layers of a pipeline because another first host has found them slow: these
-            hosts are slow until a measurement of their devices says something else.
+        known: hosts that get fewer layers of a pipeline because another first host has found them slow: these hosts are
+            slow until a measurement of their devices says something else.
         after_loss: what hosts do with the devices that are left when others are taken out.
     """
 

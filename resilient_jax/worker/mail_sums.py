@@ -25,8 +25,7 @@ class MailSums:
     """The sums of one generation.
 
     Attributes:
-        exchange: exchange of the train function, once the train function has said how hosts are reached;
-            None: not yet.
+        exchange: exchange of the train function, once the train function has said how hosts are reached; None: not yet.
     """
 
     def __init__(self, local_devices: Sequence[Device], process_index: ProcessIndex) -> None:

@@ -124,9 +124,8 @@ class ShardedState:
         The state is donated: its arrays are gone afterwards. Every live host must call it.
 
         Args:
-            update_fn: a pure function that returns a tree like the state. The function is traced with
-                complete arrays. Define the function outside of `train`: a new function is traced and compiled
-                anew.
+            update_fn: a pure function that returns a tree like the state. The function is traced with complete arrays.
+                Define the function outside of `train`: a new function is traced and compiled anew.
             state: as `restore_or_init` or this method returned it.
             args: trees of complete arrays on this host's devices, the same on every host: gradients, as
                 `value_and_grad` gives them for gathered parameters.

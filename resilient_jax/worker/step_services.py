@@ -30,21 +30,19 @@ class StepServices:
 
     Attributes:
         watch: watch that finds slow hosts; None: no host is found slow.
-        is_joining: whether this worker takes part from the next generation on, of which this generation is
-            the rehearsal.
-        layer_speeds: speeds of hosts that get fewer layers of a pipeline, as parts of the speed of their
-            peers.
+        is_joining: whether this worker takes part from the next generation on, of which this generation is the
+            rehearsal.
+        layer_speeds: speeds of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: hosts in their order in a pipeline's replicas, with those whose stages are kept for them.
         earlier_stage_hosts: the hosts of replicas before, from whose order the present order follows; see
             `GenerationInfo`.
-        plan_axes: the planned axes that every worker takes; in a rehearsal, those of the other workers.
-            Empty: the axes of the best plan.
-        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the
-            worker was given.
+        plan_axes: the planned axes that every worker takes; in a rehearsal, those of the other workers. Empty: the axes
+            of the best plan.
+        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the worker
+            was given.
         throttle: makes devices slow that a chaos campaign has slowed down; None: no device is.
         next_failure_s: in a rehearsal the expected time to the next failure, once this worker has joined.
-        mail_sums: adds up what hosts tell each other, if the world can form no clique; None: cliques can be
-            formed.
+        mail_sums: adds up what hosts tell each other, if the world can form no clique; None: cliques can be formed.
     """
 
     host: HostName

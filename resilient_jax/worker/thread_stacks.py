@@ -37,8 +37,8 @@ def describe_place(thread: int) -> str:
         thread: `Thread.ident` of the thread.
 
     Returns:
-        A text such as "`load_batch`, line 40 of train.py". If the thread waits for all hosts in a library,
-            the text says so, too.
+        A text such as "`load_batch`, line 40 of train.py". If the thread waits for all hosts in a library, the text
+            says so, too.
     """
     calls = read_stacks().get(thread, [])
     if not calls:

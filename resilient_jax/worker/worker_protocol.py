@@ -99,8 +99,8 @@ class WorkerProtocol:
 
     Attributes:
         report: the worker's report of itself, as it was last sent.
-        polls_checkpoints: whether a `report_checkpoint` follows whenever this worker is idle; decisions about
-            a lost state wait for it.
+        polls_checkpoints: whether a `report_checkpoint` follows whenever this worker is idle; decisions about a lost
+            state wait for it.
         newest: the newest generation that an order named.
         entered: the newest generation in which the main thread was sent into a world.
         form: the world that the main thread is to form next.
@@ -113,8 +113,8 @@ class WorkerProtocol:
         takes_snapshot: whether a snapshot of a state that no host has all of is waited for at the boundary.
         ends_job: whether the job ends at the boundary.
         held_pause: pause that is not answered before blocks are copied.
-        prepared_for: the newest generation that blocks are copied for, whose pause is not held; None: no
-            blocks were copied.
+        prepared_for: the newest generation that blocks are copied for, whose pause is not held; None: no blocks were
+            copied.
         snapshot_server: the answer to the last request for a snapshot server.
         is_admitted: whether the job has let this worker in.
     """

@@ -50,8 +50,8 @@ class World:
         generation: the agreed membership's number; the number only grows.
         hosts: names of the live hosts, in order of their process index.
         host: this host's name.
-        host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves. JAX's
-            functions count live hosts only, too: the index is `jax.process_index()`.
+        host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves. JAX's functions
+            count live hosts only, too: the index is `jax.process_index()`.
         local_devices: the devices of this host.
         spare_devices: the devices of hosts that may join in place, in the order of their joining; programs can be
             compiled for them, but not run.
@@ -309,16 +309,15 @@ class World:
                 replicated if the replica spans hosts. It must be the same function of the committed state and
                 `microbatch.index` on every host; to compare hosts some calls are only traced. With several replicas
                 on a host it is called on a thread for each, and for a replica on several hosts on a thread, too.
-            zeros: what `compute_fn` returns of nothing, on this host's devices; the result has the dtypes and
-                shardings of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
-            data: where `microbatch.batch` is read from, as for `value_and_grad`; None: microbatches have no
-                batch.
+            zeros: what `compute_fn` returns of nothing, on this host's devices; the result has the dtypes and shardings
+                of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
+            data: where `microbatch.batch` is read from, as for `value_and_grad`; None: microbatches have no batch.
             options: how microbatches are assigned and added up.
             name: the name of the accumulation; a step may have several, in the same order on every host.
 
         Raises:
-            CallerError: the call is outside of `steps`, or twice in a step; a number is below 1; hosts are
-                too few for one replica; or `zeros` are not this host's arrays.
+            CallerError: the call is outside of `steps`, or twice in a step; a number is below 1; hosts are too few for
+                one replica; or `zeros` are not this host's arrays.
         """
         spec = AccumulationSpec(
             name=name,
@@ -379,12 +378,12 @@ class World:
                 parameter called `key`, `rng` or `dropout_rng` gets a `jax.random` key, one called `rngs` an
                 `nnx.Rngs`: a function of seed, step and index alone. Define it outside of `train`: a new function is
                 compiled anew.
-            data: a function `batch(step, index)` that returns one microbatch; or what `make_microbatch_data`
-                returns; or a `Prefetcher` of such data, which reads ahead.
+            data: a function `batch(step, index)` that returns one microbatch; or what `make_microbatch_data` returns;
+                or a `Prefetcher` of such data, which reads ahead.
             num_microbatches: microbatches of a step, however many hosts are alive.
-            has_aux: True: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays,
-                such as metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux),
-                gradients`; of a `WeightedMean` in it the mean of the step.
+            has_aux: True: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays, such as
+                metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux), gradients`; of a
+                `WeightedMean` in it the mean of the step.
             seed: seed of the random numbers.
             options: how microbatches are assigned and added up.
             name: name of the accumulation; a step may have several.
