@@ -68,7 +68,7 @@ class KeptForWeights(NamedTuple):
     """What W needs, a pytree.
 
     Attributes:
-        passed: those of residuals and g that W needs; the same arrays.
+        passed: residuals and gradients that W needs; the same arrays as those of B.
         intermediates: values that B has computed.
     """
 

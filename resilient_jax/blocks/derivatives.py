@@ -42,10 +42,8 @@ class BlockFunction:
 
     Attributes:
         run: `run(weights, x, data, constants)` returns (values for the next block, results).
-        weights: shapes of the weights.
         x: shapes of the values from the block before.
         data: shapes of the leaves of batch and key.
-        constants: shapes of the constants.
         is_trained: whether each weight gets a gradient.
     """
 
@@ -69,7 +67,6 @@ class BlockDerivative:
         passed: indices of those of `(*residuals, *g)` that W needs.
         residuals: shapes of what forward keeps for backward.
         g: shapes of the gradient of y: of the floating-point values of y only.
-        x_gradient: shapes of the gradient of x.
         forward_jaxpr: the program of forward, before slicing.
         backward_jaxpr: the program of backward, before backward is cut in two.
         backward_shapes: shapes of the arguments of B.

@@ -27,7 +27,7 @@ class SaveInFlight:
 
     Attributes:
         step: step of the save in flight; None: no save is.
-        share: of the save in flight, or else of the last one; None: this process writes the whole state.
+        share: share of the save in flight, or else of the last save; None: this process writes the whole state.
         failure: the reason why the last save failed; None: that save did not fail.
     """
 

@@ -44,7 +44,7 @@ class RandomAccessData:
         """Take the source's present length.
 
         Args:
-            source: its items are arrays, scalars or trees of them, all of one layout.
+            source: items are arrays, scalars or trees of these, all of one layout.
             num_microbatches: microbatches of a step.
             microbatch_size: examples in a microbatch.
             seed: seed of the shuffle, from 0 to 2**64 - 1.

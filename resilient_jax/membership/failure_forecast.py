@@ -126,7 +126,6 @@ def count_losses(
 
     Args:
         history: history before the losses.
-        lost: cause by lost host.
         number: number of the generation without the lost hosts.
     """
     if not lost:

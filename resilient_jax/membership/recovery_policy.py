@@ -205,7 +205,6 @@ def make_choice(
 
     Args:
         usual: the action from which it takes more than noise to change.
-        options: all options.
         wait_s: as in `Choice`.
         new_world_because: why these hosts cannot go on in their world; empty if they can.
     """

@@ -109,7 +109,8 @@ def fit_calibration(
         start: initial constants; None: those of the first plan.
         constants: names of the constants to fit; those that are 0 at the start stay 0.
         estimate: for steps of another program than a plan's own, such as one with another pipeline schedule.
-        spreads: of each constant the standard deviation of its logarithm around where it begins; None: it may be any.
+        spreads: standard deviation of each constant's logarithm around its initial value; None: a constant may have any
+            value.
 
     Raises:
         PlanError: there is no measurement, or a time is not positive.

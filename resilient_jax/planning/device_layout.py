@@ -65,7 +65,7 @@ class DeviceLayout(NamedTuple):
     be placed in blocks of `block_size`, each inside one domain: then less crosses the links between domains.
 
     Attributes:
-        axes_in_host: of each axis, the part inside a host.
+        axes_in_host: part of each axis that is inside a host.
         replicas_per_slot: replicas that share a slot of a host; 1 where a replica has more than one slot.
         level: index of the topology's level whose domains contain a replica each.
         block_size: slots of replicas that are in one domain together.

@@ -73,7 +73,7 @@ class Plan:
 
     Attributes:
         model_name: name of the program.
-        topology_name: name of the topology.
+        topology_name: name of the topology that was planned for.
         device_count: devices of the topology, used or not.
         global_batch: sequences in a step.
         layout: axes of a replica, and how they are laid out on the links.

@@ -69,7 +69,7 @@ class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
     """One action with its price.
 
     Attributes:
-        action: the action.
+        action: what the job does.
         score: Chameleon's score: the mean speed until the next failure, as a part of that of all the job's hosts.
         pause_s: how long no host trains at first.
         speed: speed after the pause, as a part of the speed of all the job's hosts.
@@ -180,7 +180,7 @@ class HostFailures(msgspec.Struct, frozen=True):
     """How often something happened to a host.
 
     Attributes:
-        host: the host.
+        host: name of the affected host.
         count: how often the event happened.
     """
 
@@ -234,7 +234,7 @@ class Absence(msgspec.Struct, frozen=True, kw_only=True):
     """A host that was lost, or has left, and is no member again yet.
 
     Attributes:
-        host: the host.
+        host: name of the absent host.
         cause: cause of the loss or leave.
         number: number of the generation without the host.
     """

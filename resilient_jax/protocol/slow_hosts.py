@@ -18,7 +18,7 @@ class SlowHost(msgspec.Struct, frozen=True, kw_only=True):
     """A host that is slow, as a measurement has confirmed.
 
     Attributes:
-        host: the host.
+        host: name of the slow host.
         kind: what of the host is slow: a value of `health.finding.FindingKind`.
         factor: how many times as long the host takes as its peers.
         since_step: the first step in which the host was slow.

@@ -96,7 +96,7 @@ class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):
     """A host whose server has a complete snapshot.
 
     Attributes:
-        host: the host.
+        host: name of the server's host.
         endpoint: the address of the host's snapshot server.
     """
 

@@ -70,7 +70,7 @@ class InlinedEquation:
     """An equation of a program whose calls are inlined.
 
     Attributes:
-        equation: the equation as it is in its own jaxpr.
+        equation: as it stands in the jaxpr that has it.
         operands: literals, or names of values.
         results: names of values.
     """

@@ -64,7 +64,7 @@ class StripeDecoder:
         """Prepare to decode, without a request.
 
         Args:
-            group: group with parity.
+            group: one whose `parity` is above 0.
             manifests: manifest of every member.
             survivors: hosts to read shards from.
             own: this host's part, None: this host is not in the group or does not have the part.

@@ -53,7 +53,6 @@ class WorkerSession:
         """Prepare the session; `serve` answers the requests.
 
         Args:
-            connection: connection with the worker.
             on_finished: starts the exchange of a snapshot whose part is written; must return at once.
         """
         self._connection = connection

@@ -178,7 +178,6 @@ def give_back(spec: LeafSpec, value: jax.Array | np.ndarray) -> Any:  # noqa: AN
     """Return the leaf that is kept as `value`; the inverse of `keep_leaf`.
 
     Args:
-        spec: spec of the leaf.
         value: array on devices; in host memory for the kinds that are kept there, and for a JAX array that is wanted
             there.
     """

@@ -36,7 +36,7 @@ class Stall:
         change: how training resumed, "shrink" or "reform".
         generation: number of the generation in which training resumed.
         num_hosts: hosts of that generation.
-        step: in which training resumed.
+        step: first step after training resumed.
     """
 
     detected_by: EventKind

@@ -83,7 +83,6 @@ class BlockPrefetch:
 
         Args:
             placement: placement as if this host had joined.
-            shapes: shapes of the state of each unit.
         """
         self.drop()
         # One that is about to join, too: the members may change before, and have it join then.

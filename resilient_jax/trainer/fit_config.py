@@ -113,7 +113,6 @@ class FitConfig:
         model: model as the user gave it.
         initial_variables: returns the variables that the initial state has; None: the model makes them.
         planner: planner of the replicas; None: the user specifies replicas.
-        evaluation_loss: loss function of the evaluation.
     """
 
     num_steps: int

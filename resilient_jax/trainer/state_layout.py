@@ -186,7 +186,6 @@ class StateLayout(abc.ABC):
         """Yield the jobs that compile what this layout would call in likely next worlds, the likeliest first.
 
         Args:
-            programs: programs of the steps.
             known: shapes of the meshes that programs were compiled for; the jobs add theirs.
             gathers_state: True: `gather` is called for the complete state, too; False: for variables alone.
         """

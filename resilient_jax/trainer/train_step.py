@@ -341,7 +341,7 @@ def check_optimizer(optimizer: object) -> optax.GradientTransformation:
     """Return the user's optimizer.
 
     Raises:
-        CallerError: it is not an Optax transformation.
+        CallerError: `optimizer` is not an Optax transformation.
     """
     is_pair = callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     if is_pair and not isinstance(optimizer, type):

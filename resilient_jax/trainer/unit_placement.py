@@ -80,7 +80,6 @@ class UnitPlacement:
         """Divide the model among the hosts.
 
         Args:
-            states: states of the units.
             sharding: sharding over the devices of this host, without devices; other hosts may have other axes.
             block_costs: relative times of the blocks.
             num_stages: hosts of a replica.

@@ -25,7 +25,6 @@ class AuditResponse:
     """The audits of one generation.
 
     Args:
-        generation: number of the generation.
         hosts: hosts of the generation, in order of their indexes.
         control: connection that writes the events.
         record: record that outlives the generation.

@@ -41,8 +41,8 @@ class CommittedState:
     Attributes:
         state: the state after the last committed step; None while there is none, or while it is in a snapshot.
         snapshot_plan: where the state is until `World.restore_or_init` has read the state from there.
-        parts_step: of the state in parts that members have in their `kept` arrays, until the train function has made
-            the state whole there; None: the state is elsewhere.
+        parts_step: steps of the state whose parts members have in their `kept` arrays, until the train function has
+            made the state whole there; None: the state is elsewhere.
         contributions: what this host has accumulated for the step in flight, by accumulation.
         kept: arrays that train functions keep by themselves.
         measured_speeds: measured speeds of this host, by accumulation.
