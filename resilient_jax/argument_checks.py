@@ -33,7 +33,7 @@ def check_fields(options: Any) -> None:  # noqa: ANN401 - any dataclass
     """Check that each field of a group of options has a value of its annotated type; for `__post_init__`.
 
     Raises:
-        CallerError: names the first field that has not.
+        CallerError: a field has a value of another type; the message names the first such field.
     """
     annotations = typing.get_type_hints(type(options))
     for field in dataclasses.fields(options):

@@ -82,8 +82,8 @@ class NonFiniteError(CallerError):
 
     Attributes:
         step: the step of the microbatch.
-        microbatch: its index in the step.
-        host: the host that computed it.
+        microbatch: index of the microbatch in the step.
+        host: the host that computed the microbatch.
 
     All are None in an error that came from another process: only its message travels.
     """

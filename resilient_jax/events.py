@@ -361,12 +361,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What happened on one host.
 
     Attributes:
-        kind: what happened.
-        host: whose log has the event.
+        host: host that has the event in its log.
         monotonic_s: this machine's monotonic clock; comparable within one machine only.
         wall_s: this machine's wall clock, in seconds since 1970.
-        generation: that the event belongs to; None: to none, or to the current one.
-        step: that the event belongs to: of a commit, the number of committed steps; None: to none.
+        generation: generation that the event belongs to; None: no generation, or the current one.
+        step: step that the event belongs to; of a commit, the number of committed steps; None: no step.
         detail: more, by name; see `EventKind`. Durations are in seconds.
     """
 

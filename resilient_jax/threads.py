@@ -21,8 +21,8 @@ def start_thread_pool(num_threads: int, name: str) -> concurrent.futures.ThreadP
     """Return an executor whose threads all run already: giving it work starts none.
 
     Args:
-        num_threads: of the executor, from now until it is shut down.
-        name: that the threads' names begin with.
+        num_threads: threads of the executor, from now until the executor is shut down.
+        name: beginning of the threads' names.
     """
     pool = concurrent.futures.ThreadPoolExecutor(num_threads, name)
     all_here = threading.Barrier(num_threads + 1)

@@ -62,7 +62,7 @@ def read_weighted_mean(found: WeightedMean, name: str) -> WeightedMean:
     """Return what a user's function gave, float32[] each; a weight that is no weight is NaN.
 
     Raises:
-        CallerError: the total or the weight is no number; says what it is of.
+        CallerError: the total or the weight is no number; the message says of what.
     """
     for part, value in (("total", found.total), ("weight", found.weight)):
         is_number = isinstance(value, bool | int | float) or getattr(value, "shape", None) == ()

@@ -29,9 +29,8 @@ class BlockKind:
     """Blocks with the same program.
 
     Attributes:
-        derivative: their programs.
-        blocks: their numbers.
-        constants: of each of these blocks.
+        blocks: numbers of the blocks.
+        constants: constants of each block, in the order of `blocks`.
     """
 
     derivative: BlockDerivative
@@ -44,9 +43,8 @@ class ForwardKind:
     """Blocks with the same program, of which no derivative is made.
 
     Attributes:
-        function: their program.
-        blocks: their numbers.
-        constants: of each of these blocks.
+        blocks: numbers of the blocks.
+        constants: constants of each block, in the order of `blocks`.
     """
 
     function: BlockFunction
@@ -148,9 +146,8 @@ def _make_function(
     """Return the function of a block with some of its literals, and all of its constants, as arguments.
 
     Args:
-        trace: the block.
-        varying: which literals.
-        literals: all of them; read only where they are no arguments.
+        varying: indices of the literals that are arguments.
+        literals: all literals of the trace; read only where a literal is no argument.
     """
     jaxpr, place_of = trace.closed.jaxpr, {place: index for index, place in enumerate(varying)}
     num_weights, num_literals = len(trace.weights), len(varying)

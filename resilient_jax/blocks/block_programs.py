@@ -30,9 +30,9 @@ class ForwardResult(NamedTuple):
     """What forward returns.
 
     Attributes:
-        y: for the next block; of the last block (loss,).
-        results: auxiliary outputs of the loss that this block makes, by path.
-        residuals: for backward; no weights are among them.
+        y: values for the next block; of the last block (loss,).
+        results: auxiliary outputs of the loss that the block makes, by path.
+        residuals: what backward needs; no weights are among the residuals.
     """
 
     y: Boundary
@@ -44,8 +44,8 @@ class BackwardResult(NamedTuple):
     """What backward returns.
 
     Attributes:
-        gradients: of the trained weights, by name.
-        g: for the block before.
+        gradients: gradients of the trained weights, by name.
+        g: gradients for the block before.
     """
 
     gradients: dict[str, Any]
@@ -56,8 +56,8 @@ class BackwardInputResult(NamedTuple):
     """What B returns.
 
     Attributes:
-        g: for the block before.
-        kept: for W: residuals, and what B computed of which W needs more.
+        g: gradients for the block before.
+        kept: what W needs: residuals, and values that B has computed.
     """
 
     g: Boundary
@@ -68,8 +68,8 @@ class KeptForWeights(NamedTuple):
     """What W needs, a pytree.
 
     Attributes:
-        passed: of residuals and g; the same arrays.
-        intermediates: computed by B.
+        passed: residuals and gradients that W needs; the same arrays as those of B.
+        intermediates: values that B has computed.
     """
 
     passed: tuple[Any, ...]
@@ -80,11 +80,11 @@ class ProgramShardings(NamedTuple):
     """How the programs of a block are sharded over several devices, over a mesh without devices.
 
     Attributes:
-        weights: while programs compute with them, in the order of `BlockPrograms.weight_names`.
-        gradients: of the trained weights: those of the weights between programs.
-        y: of the values for the next block.
-        x_gradient: of the gradients for the block before.
-        replicated: of results.
+        weights: shardings while programs compute with them, in the order of `BlockPrograms.weight_names`.
+        gradients: shardings of the gradients of trained weights, and of weights between programs.
+        y: shardings of the values for the next block.
+        x_gradient: shardings of the gradients for the block before.
+        replicated: sharding of results.
     """
 
     weights: tuple[NamedSharding, ...]
@@ -163,13 +163,11 @@ class BlockPrograms:
     """The programs of one block.
 
     Attributes:
-        kind: with the compiled programs.
-        number: of the block.
-        weight_names: what each program takes, by these names.
-        trained_names: of the weights that get a gradient.
+        number: number of the block in the chain.
+        weight_names: names of the weights that each program takes, in the order of its arguments.
+        trained_names: names of the weights that get a gradient.
         result_names: paths of the auxiliary outputs that the block makes.
-        constants: of the block.
-        shardings: of the programs; None: they compute on a single device.
+        shardings: shardings of the programs; None: the programs compute on a single device.
     """
 
     kind: KindPrograms
@@ -184,10 +182,9 @@ class BlockPrograms:
         """Compute the block for a microbatch.
 
         Args:
-            weights: of the block, by name; others are ignored.
-            x: from the block before; () for the first.
-            batch: the microbatch.
-            key: of the microbatch.
+            weights: weights of the block, by name; others are ignored.
+            x: values from the block before; () for the first block.
+            key: random key of the microbatch.
         """
         data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
         y, results, residuals = self.kind.forward(

@@ -37,13 +37,12 @@ class BlockTrace:
     """The program of a block.
 
     Attributes:
-        closed: of the weights, the values from the block before, the leaves of the batch and of the key; returns the
-            values for the next block (of the last block: the loss), then the results.
-        weights: what it takes, in the order of first use.
+        closed: program of the weights, the values from the block before, the leaves of the batch and of the key;
+            returns the values for the next block (of the last block: the loss), then the results.
+        weights: weights that the block takes, in the order of first use.
         num_inputs: number of values from the block before.
         num_outputs: number of values for the next block.
-        num_batch_leaves: number of leaves of the batch.
-        result_names: of the results, as `LossTrace.result_names`.
+        result_names: names of the results, as `LossTrace.result_names`.
     """
 
     closed: core.ClosedJaxpr
@@ -58,8 +57,7 @@ def cut_trace(trace: LossTrace, *, keep_unused: bool = True) -> tuple[BlockTrace
     """Cut a loss at its marks.
 
     Args:
-        trace: of the loss.
-        keep_unused: the first block has the weights that no output depends on; else no block has them.
+        keep_unused: True: the first block has the weights that no output depends on; else no block has them.
 
     Raises:
         CallerError: the loss depends on no weight.

@@ -34,12 +34,12 @@ class Block:
     """The smallest part of a model that is never cut.
 
     Attributes:
-        number: in the chain.
-        kind: index of its kind in `CutModel.kinds`.
-        weights: what it computes with; some may belong to other blocks too, see `CutModel.shared_weights`.
+        number: number of the block in the chain.
+        kind: index of the block's kind in `CutModel.kinds`.
+        weights: weights that the block computes with; some may belong to other blocks too, see
+            `CutModel.shared_weights`.
         x: shapes of the values from the block before.
-        y: shapes of the values for the next block; of the last block that of the loss.
-        programs: what it computes.
+        y: shapes of the values for the next block; of the last block the shape of the loss.
     """
 
     number: int
@@ -56,10 +56,10 @@ class CutModel:
 
     Attributes:
         blocks: in the order of forward.
-        kinds: the compiled programs; blocks of a kind share them.
-        shared_weights: the blocks of each weight that belongs to several: its gradient is the sum of theirs.
-        trace: of the loss.
-        sharding: over the devices of a stage, without devices; None: a stage computes on a single device.
+        kinds: programs, which all blocks of a kind share.
+        shared_weights: the blocks of each weight that belongs to several: the weight's gradient is the sum of the
+            blocks' gradients.
+        sharding: sharding over the devices of a stage, without devices; None: a stage computes on a single device.
     """
 
     blocks: tuple[Block, ...]
@@ -114,7 +114,7 @@ class CutModel:
         A shared weight is taken from the first block that has it. Leaves of which no weight is given are None.
 
         Args:
-            weights: of each block, by name; of numpy arrays a tree of numpy arrays is made.
+            weights: weights of each block, by name; of numpy arrays a tree of numpy arrays is made.
         """
         found: dict[str, Any] = {}
         for part in weights:
@@ -138,7 +138,8 @@ class CutModel:
         """Return the same model with programs that compute over the devices of a stage.
 
         Args:
-            sharding: over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights' mesh must be.
+            sharding: sharding over an abstract mesh, whose axes are `AxisType.Auto`, as those of the weights' mesh must
+                be.
         """
         blocks = tuple(
             dataclasses.replace(
@@ -162,15 +163,16 @@ def cut_model(
     """Cut a model into blocks at its layers.
 
     Args:
-        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. Traced once.
+        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss is traced
+            once.
         variables: arrays or their shapes; nothing is computed.
-        batch: of a microbatch.
-        key: of a microbatch.
-        is_trained: selects by path and leaf what gets a gradient.
+        batch: arrays of a microbatch, or their shapes.
+        key: random key of a microbatch, or its shape.
+        is_trained: selects by path and leaf the weights that get a gradient.
         remat: forward keeps a block's input only, and backward computes the block again.
 
     Raises:
-        CallerError: the loss cannot be cut; says what is in the way.
+        CallerError: the loss cannot be cut; the message says what is in the way.
     """
     trace = trace_loss(loss, variables, batch, key, is_trained)
     traces = cut_trace(trace)

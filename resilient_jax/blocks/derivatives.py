@@ -42,11 +42,9 @@ class BlockFunction:
 
     Attributes:
         run: `run(weights, x, data, constants)` returns (values for the next block, results).
-        weights: shapes of the weights.
         x: shapes of the values from the block before.
         data: shapes of the leaves of batch and key.
-        constants: shapes of the constants.
-        is_trained: of each weight whether it gets a gradient.
+        is_trained: whether each weight gets a gradient.
     """
 
     run: Callable[[Values, Values, Values, Values], tuple[tuple[Value, ...], tuple[Value, ...]]]
@@ -66,12 +64,11 @@ class BlockDerivative:
         backward_input: B; `backward_input(weights, constants, residuals, g)` returns (gradient of x, intermediates).
         backward_weights: W; `backward_weights(weights, constants, passed, intermediates)` returns the gradients of
             trained weights.
-        passed: which of `(*residuals, *g)` W needs.
-        residuals: shapes of what is kept.
-        g: shapes of the gradient of y: of its floating-point values only.
-        x_gradient: shapes of the gradient of x.
+        passed: indices of those of `(*residuals, *g)` that W needs.
+        residuals: shapes of what forward keeps for backward.
+        g: shapes of the gradient of y: of the floating-point values of y only.
         forward_jaxpr: the program of forward, before slicing.
-        backward_jaxpr: the program of backward, before it is cut in two.
+        backward_jaxpr: the program of backward, before backward is cut in two.
         backward_shapes: shapes of the arguments of B.
         backward_weights_shapes: shapes of the arguments of W.
     """
@@ -93,8 +90,7 @@ def differentiate(function: BlockFunction, *, remat: bool) -> BlockDerivative:
     """Return the programs of a block.
 
     Args:
-        function: what it computes.
-        remat: keep the block's input and compute all else again in backward.
+        remat: True: keep the block's input and compute all else again in backward.
     """
     forward = _Forward(function, remat=remat)
     return _Backward(function, forward).make_derivative()

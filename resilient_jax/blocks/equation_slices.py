@@ -79,8 +79,8 @@ def evaluate_slice(
     """Evaluate equations and return the values of the outputs.
 
     Args:
-        equations: in an order in which each can be evaluated.
-        inputs: the values of all variables that the equations do not make.
+        equations: equations in an order in which each can be evaluated.
+        inputs: values of all variables that the equations do not make.
         outputs: variables and literals.
     """
     values = dict(inputs)

@@ -25,7 +25,7 @@ class BlockOutput(NamedTuple):
     """What a block computes of a microbatch.
 
     Attributes:
-        y: for the next block; of the last block (loss,).
+        y: values for the next block; of the last block (loss,).
         results: auxiliary outputs of the loss that this block makes, by path.
     """
 
@@ -37,9 +37,9 @@ class ForwardShardings(NamedTuple):
     """How the program of a block is sharded over several devices, over a mesh without devices.
 
     Attributes:
-        weights: while the program computes with them, in the order of the block's weights.
-        y: of the values for the next block.
-        replicated: of results.
+        weights: shardings while the program computes with them, in the order of the block's weights.
+        y: shardings of the values for the next block.
+        replicated: sharding of results.
     """
 
     weights: tuple[NamedSharding, ...]
@@ -52,11 +52,11 @@ class ForwardBlock:
     """A block that is only run forward.
 
     Attributes:
-        number: in the chain.
-        weights: what it computes with.
+        number: number of the block in the chain.
+        weights: weights that the block computes with.
         x: shapes of the values from the block before.
-        result_names: paths of the auxiliary outputs that it makes.
-        shardings: of the program; None: it computes on a single device.
+        result_names: paths of the auxiliary outputs that the block makes.
+        shardings: shardings of the program; None: the program computes on a single device.
     """
 
     number: int
@@ -72,10 +72,9 @@ class ForwardBlock:
         """Compute the block for a microbatch.
 
         Args:
-            weights: of the block, by name; others are ignored.
-            x: from the block before; () for the first.
-            batch: the microbatch.
-            key: of the microbatch.
+            weights: weights of the block, by name; others are ignored.
+            x: values from the block before; () for the first block.
+            key: random key of the microbatch.
         """
         own = tuple(weights[weight.name] for weight in self.weights)
         data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
@@ -93,14 +92,15 @@ def cut_forward(
     """Return the blocks of a loss that is only evaluated, in order.
 
     Args:
-        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. Traced once.
-        variables: arrays or their shapes; nothing is computed. Those that the loss does not use are in no block.
-        batch: of a microbatch.
-        key: of a microbatch.
-        is_trained: selects what the layers are found by.
+        loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss is traced
+            once.
+        variables: arrays or their shapes; nothing is computed. Variables that the loss does not use are in no block.
+        batch: arrays of a microbatch, or their shapes.
+        key: random key of a microbatch, or its shape.
+        is_trained: selects the weights by which layers are found.
 
     Raises:
-        CallerError: the loss cannot be cut; says what is in the way.
+        CallerError: the loss cannot be cut; the message says what is in the way.
     """
     traces = cut_trace(trace_loss(loss, variables, batch, key, is_trained), keep_unused=False)
     blocks = [block for kind in find_forward_kinds(traces) for block in _make_blocks(kind, traces)]
@@ -111,8 +111,8 @@ def shard_forward(blocks: Sequence[ForwardBlock], sharding: StageSharding) -> tu
     """Return blocks in order that compute over the devices of a stage.
 
     Args:
-        blocks: all of the model.
-        sharding: over an abstract mesh, as for `CutModel.with_sharding`.
+        blocks: all blocks of the model.
+        sharding: sharding over an abstract mesh, as for `CutModel.with_sharding`.
     """
     ends = [block.x for block in blocks[1:]]
     found = []

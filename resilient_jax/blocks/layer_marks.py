@@ -40,7 +40,7 @@ class LayerMark(NamedTuple):
     """What an equation marks.
 
     Attributes:
-        is_input: whether a layer begins; else one ends.
+        is_input: True: a layer begins; False: a layer ends.
         call: number of the layer's call, unique in the process.
     """
 

@@ -74,12 +74,10 @@ class LossTrace:
     """A loss as one flat program.
 
     Attributes:
-        closed: of the weights, then the leaves of the batch, then those of the key; returns the loss, then the leaves
-            of the auxiliary output.
-        table: the weights.
-        num_batch_leaves: how many leaves the batch has.
-        result_names: of the outputs: `loss`, and the paths of auxiliary outputs.
-        aux_treedef: of the auxiliary output.
+        closed: program of the weights, then the leaves of the batch, then the leaves of the key; returns the loss, then
+            the leaves of the auxiliary output.
+        result_names: names of the outputs: `loss`, and the paths of auxiliary outputs.
+        aux_treedef: tree structure of the auxiliary output.
     """
 
     closed: core.ClosedJaxpr
@@ -99,7 +97,7 @@ def trace_loss(
     """Trace a loss. Its arguments may be shapes.
 
     Raises:
-        CallerError: no layers are found, or their marks are where they cannot be cut; the result is no loss.
+        CallerError: no layers are found, or their marks are where a program cannot be cut; the result is no loss.
     """
 
     def with_aux(variables: Tree, batch: Tree, key: jax.Array) -> tuple[Value, Tree]:
@@ -161,7 +159,7 @@ def _refuse_hidden_marks(jaxpr: Any, inside: tuple[str, ...] = ()) -> None:  # n
     """Check that all marks are at the top of a program, or in calls there.
 
     Raises:
-        CallerError: names the transformation with a mark inside.
+        CallerError: a mark is inside a transformation, which the message names.
     """
     for equation in unwrap_jaxpr(jaxpr).eqns:
         name = equation.primitive.name

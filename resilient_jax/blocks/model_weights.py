@@ -29,12 +29,11 @@ class Weight:
 
     Attributes:
         name: `layers/0/kernel`; of a layer of a stacked leaf `layers/kernel[0]`. Unique in a model.
-        path: of the leaf.
+        path: path of the leaf in the tree of variables.
         leaf: number of the leaf in the tree.
         layer: index along the leaf's first dim; None: the leaf is not stacked.
-        shape: of the weight, without the first dim of a stacked leaf.
-        dtype: of the weight.
-        is_trained: whether it gets a gradient.
+        shape: shape of the weight, without the first dim of a stacked leaf.
+        is_trained: whether the weight gets a gradient.
     """
 
     name: str
@@ -55,8 +54,8 @@ class WeightTable:
     """All weights of a model.
 
     Attributes:
-        treedef: of the variables.
-        weights: in the order of leaves, those of a stacked leaf in the order of layers.
+        treedef: tree structure of the variables.
+        weights: weights in the order of leaves; those of a stacked leaf in the order of layers.
     """
 
     treedef: Any
@@ -94,9 +93,8 @@ def list_leaf_specs(
     """Return path, shape and spec of each leaf of a tree that has some of a model's weights.
 
     Args:
-        table: of the model.
-        weights: that the tree has; a leaf that is stacked over layers has those of these layers alone.
-        specs: returns the spec of a weight, by name.
+        weights: weights that the tree has; a leaf that is stacked over layers has the layers of these weights alone.
+        specs: returns the spec of the weight with a name.
     """
     paths = jax.tree_util.tree_leaves_with_path(table.treedef.unflatten(range(table.treedef.num_leaves)))
     names = {leaf: jax.tree_util.keystr(path) for path, leaf in paths}

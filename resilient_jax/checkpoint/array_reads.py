@@ -34,7 +34,7 @@ class ArrayRead:
     """One array of a state that is being read.
 
     Attributes:
-        boxes: to be read, once their offsets in memory are assigned.
+        boxes: boxes to read, once their offsets in memory are assigned.
     """
 
     def __init__(self, leaf: MatchedLeaf) -> None:
@@ -102,10 +102,9 @@ def plan_reads(
     """Return the wanted tree, and what to read for each of its leaves.
 
     Args:
-        stored: the arrays of the checkpoint.
-        abstract: the shapes of the state.
-        sharding: of each leaf; None: in host memory.
-        folder: of the checkpoint, for the error.
+        abstract: tree of the state's shapes.
+        sharding: sharding of each leaf; None: leaves in host memory.
+        folder: folder of the checkpoint, for the error.
 
     Raises:
         StateError: the checkpoint is of another state; names leaves.

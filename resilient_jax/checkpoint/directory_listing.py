@@ -23,7 +23,7 @@ class DirectoryListing:
     """The entries of a directory.
 
     Attributes:
-        steps: that have a folder, newest first; whether it can be read is another question.
+        steps: steps that have a folder, newest first; whether the checkpoint can be read is another question.
         unfinished: names of folders that a save has left, or is filling.
         foreign: names of other things that may be checkpoints: folders, and files of Orbax. Other files, such as a log,
             and hidden files are ignored.

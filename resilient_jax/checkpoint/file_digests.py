@@ -28,8 +28,7 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> int:
     """Write the digests of all files below `folder`; return the bytes of these files.
 
     Args:
-        folder: of the files.
-        known: digests of some of them.
+        known: SHA-256 of files that need not be read again, by path.
 
     Raises:
         CheckpointFailed: one of the known files is not there.

@@ -36,7 +36,7 @@ class HostCopy:
         """Copy leaves over the last copy; return them and the descriptor, which this object keeps.
 
         Args:
-            parts: of a state, see `list_leaves`.
+            parts: parts of a state, as `list_leaves` returns them.
 
         Raises:
             StateError: this process has only some shards of an array.
@@ -76,10 +76,10 @@ def list_leaves(state: Tree) -> list[LeafPart]:
     """Return the leaves of a state, of which this process has all.
 
     Args:
-        state: arrays of which this process's devices have all shards; numbers.
+        state: arrays of which this process's devices have all shards; or numbers.
 
     Raises:
-        StateError: a leaf is of no kind that comes back as it is.
+        StateError: a leaf is of no kind that loads as it was saved.
     """
     flat = [(path, _keep(name, leaf)) for name, path, leaf in flatten_tree(state)]
     return [

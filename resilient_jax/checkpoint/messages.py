@@ -13,9 +13,9 @@ class SaveShare(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a checkpoint that this process writes, where several write one.
 
     Attributes:
-        token: of the save: the same in all of its processes, and of no other save.
-        number: of this part. The process with part 0 puts them together.
-        hosts: of all parts, in the order of their numbers.
+        token: the same in all processes of one save, and in no other save.
+        number: number of this part. The process with part 0 puts the parts together.
+        hosts: hosts of all parts, in the order of the parts' numbers.
     """
 
     token: str
@@ -27,14 +27,12 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write a checkpoint of the state in the memory that comes with the request, then remove old ones.
 
     Attributes:
-        directory: of the checkpoints.
-        step: of this one.
-        max_to_keep: how many of the newest to keep.
-        distrusted: steps whose checkpoints could not be read: they do not count as kept.
-        verified_step: beside those, the newest of at most so many steps is kept: no host that computes wrongly has
-            touched it. None: nothing is verified.
-        leaves: of the state.
-        share: if other processes have the rest of the state.
+        directory: directory of the checkpoints.
+        max_to_keep: how many of the newest checkpoints to keep.
+        distrusted: steps whose checkpoints could not be read: these checkpoints do not count as kept.
+        verified_step: beside the newest, the newest checkpoint of at most so many steps is kept: no host that computes
+            wrongly has touched it. None: nothing is verified.
+        share: part of this process; None: this process writes the whole state.
     """
 
     directory: str
@@ -50,10 +48,9 @@ class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The checkpoint is on storage.
 
     Attributes:
-        step: of the checkpoint.
-        nbytes: of its files.
-        duration_s: of the save.
-        existed: a complete one of this step was on storage already; nothing was written.
+        nbytes: bytes of the checkpoint's files.
+        duration_s: seconds of the save.
+        existed: a complete checkpoint of this step was on storage already; nothing was written.
     """
 
     step: int
@@ -72,8 +69,9 @@ class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The checkpoint is complete, as far as can be verified without reading its arrays.
 
     Attributes:
-        arrays: all but those without elements.
-        has_digests: of all its files. Without digests damaged arrays are not noticed; plain Orbax writes none.
+        arrays: all arrays but those without elements.
+        has_digests: whether all files of the checkpoint have digests. Without digests damaged arrays are not noticed;
+            plain Orbax writes none.
     """
 
     arrays: list[LeafSpec]

@@ -45,7 +45,7 @@ def inspect_checkpoint(folder: Path) -> tuple[list[LeafSpec], bool]:
     """Return the arrays of a checkpoint, and whether digests have verified all its files.
 
     Raises:
-        CheckpointUnreadable: it is incomplete, damaged or no checkpoint.
+        CheckpointUnreadable: the checkpoint is incomplete, damaged or no checkpoint.
     """
     tree_folder = find_tree_folder(folder)
     if tree_folder is None:
@@ -79,7 +79,7 @@ def check_readable(folder: Path) -> None:
     """Read every element of a checkpoint that has no digests.
 
     Raises:
-        CheckpointUnreadable: it is incomplete, damaged or no checkpoint.
+        CheckpointUnreadable: the checkpoint is incomplete, damaged or no checkpoint.
     """
     arrays, is_verified = inspect_checkpoint(folder)
     if not is_verified:

@@ -54,12 +54,9 @@ class OrbaxStore:
     """The checkpoints in one directory, each in a folder named by its step.
 
     Args:
-        directory: of the checkpoints; made by the first save.
-        max_to_keep: how many of the newest to keep.
-        timeout_s: for one save or load; then it has failed.
-
-    Attributes:
-        in_flight: the save in flight.
+        directory: directory of the checkpoints; made by the first save.
+        max_to_keep: how many of the newest checkpoints to keep.
+        timeout_s: limit of one save or load; after this time the save or load has failed.
     """
 
     def __init__(self, directory: str | Path, max_to_keep: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -114,9 +111,8 @@ class OrbaxStore:
         Return False, and record an event, if the previous save is still in flight: then this one is skipped.
 
         Args:
-            step: how many steps are in the state. If a complete checkpoint of it is on storage, that one stays.
+            step: steps of the state. If a complete checkpoint of this step is on storage, that one stays.
             state: arrays of which this process's devices have all shards.
-            record_event: records events.
             verified_step: the newest checkpoint of at most so many steps is kept beside the newest ones.
         """
         if self.in_flight.must_skip(step, record_event):
@@ -138,11 +134,9 @@ class OrbaxStore:
         this host's is still in flight, it is given up: the first host has begun this one without it.
 
         Args:
-            step: how many steps are in the state.
-            leaves: what this host has. The first one names all leaves of the state.
-            share: of this host.
-            record_event: records events.
-            verified_step: as of `start_save`.
+            step: steps of the state.
+            leaves: leaves that this host has. The first host names all leaves of the state.
+            verified_step: as in `start_save`.
         """
         self.poll_save(record_event)
         self.in_flight.give_up("another one was begun", record_event)
@@ -184,7 +178,6 @@ class OrbaxStore:
         """Return when no save is in flight.
 
         Args:
-            record_event: records events.
             check: called while waiting; may raise to end the wait.
         """
         with worker_activity.task(WorkerTask.STORAGE):
@@ -264,14 +257,14 @@ class OrbaxStore:
         """Return the state of a checkpoint. Of each array only what this host's devices need is read.
 
         Args:
-            step: of the checkpoint.
-            abstract: the shapes of the state.
-            sharding: of each leaf, on any mesh; None: all of it in host memory.
+            abstract: tree of the state's shapes.
+            sharding: sharding of each leaf, on any mesh; None: leaves in host memory.
             check: called while waiting; may raise to end the load.
 
         Raises:
-            CheckpointUnreadable: it is incomplete or damaged; says how. It no longer counts among those to keep.
-            StateError: it is complete, but of another state; names leaves.
+            CheckpointUnreadable: the checkpoint is incomplete or damaged; the message says how. The checkpoint no
+                longer counts among those to keep.
+            StateError: the checkpoint is complete, but of another state; names leaves.
         """
         self.wait_until_finished(check=check)
         # No save is in flight from here on: replies come in order, and its reply would be taken for ours.

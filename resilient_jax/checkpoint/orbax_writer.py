@@ -43,9 +43,9 @@ class CheckpointContent(abc.ABC):
     """What a checkpoint is to contain.
 
     Attributes:
-        name: of its temporary folder: of one process, or of processes that write into it together.
-        is_shared: other processes write, too. So it is written before anybody knows whether the step has a complete
-            checkpoint, which stays then.
+        name: name of the temporary folder: of one process, or of processes that write into it together.
+        is_shared: other processes write, too. So the content is written before anybody knows whether the step has a
+            complete checkpoint, which stays then.
     """
 
     def __init__(self, name: str, *, is_shared: bool) -> None:
@@ -57,8 +57,8 @@ class CheckpointContent(abc.ABC):
         """Write the checkpoint; return the SHA-256 of files that are known, by their paths below `target`.
 
         Args:
-            folder: for other files.
-            target: of the checkpoint, below `folder`; to be made.
+            folder: folder for other files.
+            target: folder of the checkpoint, below `folder`; to be made.
         """
 
 
@@ -82,9 +82,7 @@ def write_checkpoint(directory: Path, step: int, content: CheckpointContent) -> 
     """Write the checkpoint of a step; return its bytes, or None if a complete one exists.
 
     Args:
-        directory: of the checkpoints.
-        step: of this one.
-        content: of it.
+        directory: directory of the checkpoints.
 
     Raises:
         OSError: the storage cannot take it.
@@ -122,11 +120,11 @@ def remove_old_checkpoints(
     """Remove old checkpoints, and what dead writers have left.
 
     Args:
-        directory: of the checkpoints.
-        step: that was just saved. Newer ones, of a run that was not resumed, are neither counted nor removed.
-        max_to_keep: the newest of those up to `step`.
-        distrusted: steps that do not count as kept.
-        verified_step: the newest of at most so many steps is kept, too.
+        step: step that was just saved. Newer checkpoints, of a run that was not resumed, are neither counted nor
+            removed.
+        max_to_keep: how many of the newest up to `step` to keep.
+        distrusted: steps whose checkpoints do not count as kept.
+        verified_step: the newest checkpoint of at most so many steps is kept, too.
     """
     found = [
         s
@@ -162,10 +160,9 @@ def save_tree(folder: Path, tree: Tree, save_args: Tree, arrays: ocp.type_handle
     """Save a tree in a new folder, as an unnamed item.
 
     Args:
-        folder: to be made.
-        tree: of numpy arrays.
-        save_args: of each leaf.
-        arrays: writes the arrays.
+        folder: new folder, to be made.
+        tree: tree of numpy arrays.
+        save_args: Orbax's arguments for each leaf.
     """
     # Without an entry for jax.Array Orbax warns.
     type_handlers = ocp.type_handlers.create_type_handler_registry(

@@ -18,8 +18,8 @@ class PartResult(msgspec.Struct, frozen=True, kw_only=True):
     """How the writing of a part ended.
 
     Attributes:
-        digests: SHA-256 of its files, by their paths in the folder of the part's database.
-        error: why it failed; empty: it is complete.
+        digests: SHA-256 of the part's files, by their paths in the folder of the part's database.
+        error: why the part failed; empty: the part is complete.
     """
 
     digests: dict[str, str] = {}
@@ -33,9 +33,8 @@ class PartFolder:
     """The parts of one save. The process with the first part makes the folder, and removes it.
 
     Args:
-        directory: of the checkpoints.
-        step: of the checkpoint.
-        share: of one of the processes.
+        directory: directory of the checkpoints.
+        share: share of one of the processes.
     """
 
     def __init__(self, directory: Path, step: int, share: SaveShare) -> None:
@@ -85,7 +84,7 @@ class PartFolder:
         """Return how a part ended; None: it has not ended yet.
 
         Raises:
-            MessageError: the file is damaged.
+            MessageError: the result's file is damaged.
         """
         path = self._get_result(number)
         try:

@@ -44,9 +44,8 @@ class TreeInParts(CheckpointContent):
     """All arrays of a tree, of which this process has the first part, and other processes the others.
 
     Args:
-        step: of the checkpoint.
-        leaves: all of the tree, each with the boxes that this process has.
-        share: of this process.
+        leaves: all leaves of the tree, each with the boxes that this process has.
+        share: share of this process.
     """
 
     def __init__(self, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
@@ -79,10 +78,9 @@ def write_part(directory: Path, step: int, leaves: Sequence[HeldLeaf], share: Sa
     """Write another part than the first, and say that it is complete, or why it is not.
 
     Args:
-        directory: of the checkpoints.
-        step: of this one.
-        leaves: of this part.
-        share: of this process.
+        directory: directory of the checkpoints.
+        leaves: leaves of this part.
+        share: share of this process.
 
     Raises:
         OSError: the storage cannot take it.
@@ -129,7 +127,7 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
     """Orbax's handler of arrays, which writes boxes of them into a database of this part's own.
 
     Args:
-        number: of the part.
+        number: number of the part.
         finish: called with the folder of the item when the boxes are written, before Orbax merges the databases in it.
     """
 
@@ -182,11 +180,9 @@ def _save(folder: Path, leaves: Sequence[HeldLeaf], handler: _BoxHandler, *, is_
     """Save the boxes of leaves.
 
     Args:
-        folder: to be made.
-        leaves: to save.
-        handler: writes the boxes.
-        is_complete: these are all leaves of the tree. Else a list may have gaps, and is written as a dict: the names of
-            arrays are the same.
+        folder: new folder, to be made.
+        is_complete: whether these are all leaves of the tree. If not, a list may have gaps, and is written as a dict:
+            the names of arrays are the same.
     """
 
     def make_path(leaf: StoredLeaf) -> tuple[PathKey, ...]:

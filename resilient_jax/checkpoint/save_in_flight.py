@@ -21,14 +21,14 @@ class SaveInFlight:
     """At most one save at a time, of one directory.
 
     Args:
-        directory: of the checkpoints.
-        client: of the process that works on it.
-        distrusted: steps whose checkpoints could not be read; one that is saved is so no more.
+        directory: directory of the checkpoints.
+        client: client of the process that writes and removes checkpoints.
+        distrusted: steps whose checkpoints could not be read; a step that is saved anew is removed.
 
     Attributes:
-        step: of the save in flight; None: there is none.
-        share: of the save in flight, or else of the last one; None: this process writes all of it.
-        failure: the reason why the last save failed; None: it did not.
+        step: step of the save in flight; None: no save is.
+        share: share of the save in flight, or else of the last save; None: this process writes the whole state.
+        failure: the reason why the last save failed; None: that save did not fail.
     """
 
     def __init__(self, directory: Path, client: StorageClient, distrusted: set[int]) -> None:

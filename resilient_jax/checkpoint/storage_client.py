@@ -24,7 +24,7 @@ class StorageClient:
     """Sends requests to a storage process, which starts with the first one.
 
     Args:
-        timeout_s: for one request; then the process is ended, and the reply is a failure.
+        timeout_s: limit of one request; after this time the process is ended, and the reply is a failure.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -56,12 +56,13 @@ class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
     """An array, or boxes of it, and the offset in memory of the elements, in C order; or an empty container.
 
     Attributes:
-        path: from the tree's root, with the kinds of its containers.
-        spec: of the array; None for an empty container.
-        offset: of the first box, in bytes; the others follow without a gap.
-        boxes: that are in memory: all of the array, unless other processes have the rest.
-        is_by_row: several processes have rows of it, so each row is stored in chunks of its own.
-        empty_container: its name, without an array. An array without elements is stored as "none": Orbax refuses it.
+        path: keys from the tree's root, with the kinds of their containers.
+        spec: shape and dtype of the array; None for an empty container.
+        offset: bytes from the start of the memory to the first box; the others follow without a gap.
+        boxes: boxes that are in memory: the whole array, unless other processes have the rest.
+        is_by_row: whether several processes have rows of the array, so that each row is stored in chunks of its own.
+        empty_container: name of the container, without an array. An array without elements is stored as "none": Orbax
+            refuses such an array.
     """
 
     path: OrbaxPath
@@ -76,11 +77,11 @@ class LeafPart(NamedTuple):
     """What this process has of one array of a tree.
 
     Attributes:
-        path: of the array in the tree.
-        leaf: the array or its shape and dtype; or an empty container.
+        path: keys of the array in the tree.
+        leaf: array, or its shape and dtype; or an empty container.
         pieces: boxes of the array, each with its elements: an array of as many, in C order, of which this process's
             devices have all shards.
-        is_by_row: see `StoredLeaf`; the same in all processes.
+        is_by_row: as in `StoredLeaf`; the same in all processes.
     """
 
     path: OrbaxPath

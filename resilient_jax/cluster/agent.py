@@ -131,7 +131,7 @@ class Agent:
             The outcome of the job, or of this host.
 
         Raises:
-            JoinRefused: the job does not let this host in, or not with its script, or a GPU of it must not train.
+            JoinRefused: the job does not let this host in, or not with its script, or a GPU of the host must not train.
             StoreUnreachable: the store did not answer for `store_timeout_s`.
         """
         loop = asyncio.get_running_loop()

@@ -29,7 +29,7 @@ async def call_agents(
     """Return what the agent of each host answered, or why it did not.
 
     Raises:
-        Unauthenticated: an agent does not accept our token.
+        Unauthenticated: an agent does not accept the caller's token.
         ConfigError: a TLS file cannot be read.
     """
     slots = asyncio.Semaphore(MAX_CALLS)

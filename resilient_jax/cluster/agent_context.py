@@ -18,12 +18,12 @@ class AgentContext:
     """The surroundings of one agent's parts.
 
     Attributes:
-        log: the event log of the host.
+        log: event log of the host.
         print_line: prints a line for people.
-        fork_server: that workers are forked from; None: each is started as a process of its own.
-        agent_id: distinguishes this agent from earlier ones of the same host.
-        devices: of this host.
-        admission: of this host's workers, with the program that they run.
+        fork_server: connection to the server that workers are forked from; None: each worker is started as a process of
+            its own.
+        agent_id: id that is new with each start of the agent.
+        admission: admission of this host's workers, with the program that they run.
     """
 
     settings: AgentSettings

@@ -36,7 +36,7 @@ def judge_end(code: int, *, was_let_in: bool) -> AgentEnd:
     """Return what the end of an agent means.
 
     Args:
-        code: its exit code; negative for a signal.
+        code: exit code of the agent; negative for a signal.
         was_let_in: whether the job has ever let an agent of this host in.
     """
     if code < 0 or code == ExitCode.OUT_OF_RESOURCES:

@@ -18,9 +18,8 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for a part of a log of the agent's host.
 
     Attributes:
-        log: which log.
-        lines: how many of the last lines, if there is no `offset`.
-        offset: where to go on, as the part before said; None: there is none before.
+        lines: number of the last lines, if there is no `offset`.
+        offset: where to go on, in bytes, as the part before said; None: the request is for the last lines.
     """
 
     log: HostLog
@@ -32,9 +31,9 @@ class SendSignal(msgspec.Struct, frozen=True, kw_only=True):
     """Orders an agent to end, or to stop, processes of its host.
 
     Attributes:
-        agent_id: of the agent that is meant; another one, which has its address by now, refuses.
-        component: which processes, itself included.
-        is_stop: SIGSTOP instead of SIGKILL.
+        agent_id: id of the agent that is meant; another agent, which has the address by now, refuses.
+        component: component whose processes are meant, the agent included.
+        is_stop: True: SIGSTOP instead of SIGKILL.
     """
 
     agent_id: str

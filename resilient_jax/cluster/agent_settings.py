@@ -15,16 +15,16 @@ class AgentSettings:
     """Everything that the command line decides for an agent.
 
     Attributes:
-        address: of this host, where the other hosts reach it.
-        command: the script and its arguments.
-        environment: of the worker: what makes JAX find its devices and survive a failure.
-        devices: the numbers of the host's devices that the worker sees; (): all.
-        is_spare: the host takes part only in the place of another; `num_hosts` does not count it.
+        address: address at which the other hosts reach this host.
+        command: path of the script, and its arguments.
+        environment: variables of the worker that make JAX find its devices and survive a failure.
+        devices: numbers of the host's devices that the worker sees; (): all.
+        is_spare: whether the host takes part only in the place of another; `num_hosts` does not count spares.
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
-        run_directory: of logs and events; None writes none.
-        fork_server: the descriptor of this agent's connection to the fork server of `launch`; None: there is none.
-        grace: of a notice to leave.
-        is_launched: `resilient-jax launch` started the agent, and shows the error of a script that fails.
+        run_directory: folder of logs and events; None: nothing is written.
+        fork_server: descriptor of this agent's connection to the fork server of `launch`; None: there is none.
+        grace: time that a notice to leave gives.
+        is_launched: whether `resilient-jax launch` started the agent, and shows the error of a script that fails.
     """
 
     job: JobName

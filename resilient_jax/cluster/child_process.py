@@ -51,8 +51,8 @@ def bind_to_this_process(command: Sequence[str], ignored: Sequence[signal.Signal
     A wrapper and not `preexec_fn`: that forks this process with its gRPC threads, which may deadlock.
 
     Args:
-        command: words.
-        ignored: signals that the process ignores from the start; blocked until then, if they are where it is started.
+        command: words of the command.
+        ignored: signals that the process ignores from the start; blocked until then, if the caller has blocked them.
     """
     numbers = " ".join(str(int(number)) for number in ignored)
     return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), numbers, *command]
@@ -62,8 +62,8 @@ class ChildProcess(abc.ABC):
     """A running process of this one's: started by it, or forked for it by another.
 
     Attributes:
-        stdout: the read end of the process's standard output, which is the caller's to read and close; None: no pipe.
-        stderr: the same of standard error.
+        stdout: read end of the process's standard output, which is the caller's to read and close; None: no pipe.
+        stderr: read end of the process's standard error, likewise.
     """
 
     def __init__(self, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
@@ -121,7 +121,7 @@ class ChildProcess(abc.ABC):
         """Wait for the process's end, and end it if it is stopped, for then it serves no other process.
 
         Args:
-            on_stopped: called in place of ending it, again and again while it is stopped.
+            on_stopped: called in place of ending the process, again and again while the process is stopped.
 
         Returns:
             The exit code.
@@ -164,7 +164,7 @@ class SpawnedProcess(ChildProcess):
     """A child that runs a command.
 
     Attributes:
-        stdin: the write end of its standard input; None: no pipe.
+        stdin: write end of the process's standard input; None: no pipe.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class SpawnedProcess(ChildProcess):
         """Start the command, which ignores `NOTICE_SIGNALS`; an agent `answers_notices`, and does not.
 
         Raises:
-            OSError: there is no descriptor, process or memory left for it.
+            OSError: there is no descriptor, process or memory left for the process.
         """
         ignored = () if answers_notices else NOTICE_SIGNALS
         with contextlib.nullcontext() if answers_notices else blocked_notices():

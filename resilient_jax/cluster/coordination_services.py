@@ -31,15 +31,15 @@ class CoordinationServices:
     """Starts, watches and ends the services that this host runs for the job.
 
     Attributes:
-        running: the services that run, for the host's status.
+        running: services that run, for the host's status.
     """
 
     def __init__(self, get_agent: Callable[[], str], log: EventLog, on_change: Callable[[], None]) -> None:
         """Begin without a service.
 
         Args:
-            get_agent: returns where this host's agent listens, once it does: others reach the services through it.
-            log: of the host.
+            get_agent: returns the address of this host's agent, once the agent listens: others reach the services
+                through it.
             on_change: called when `running` has changed.
         """
         self._get_agent = get_agent
@@ -67,9 +67,9 @@ class CoordinationServices:
         """Start a service for a world that `num_processes` form, in the background. Idempotent.
 
         Args:
-            world: its number.
-            num_processes: that form it.
-            num_seats: of it, spare ones included.
+            world: number of the world.
+            num_processes: processes that form the world.
+            num_seats: seats of the world, spare ones included.
         """
         wanted = (world, num_processes)
         if wanted in self._starting or any((s.world, s.num_processes) == wanted for s in self._children):
@@ -96,8 +96,9 @@ class CoordinationServices:
         Of these there are some if it formed of more or fewer hosts than were ready when a service was first asked for.
 
         Args:
-            world: that has formed.
-            address: of the service that they use; empty: it has ended, or is not known, and none of `world` ends.
+            world: world that has formed.
+            address: address of the service that the members use; empty: that service has ended, or is not known, and no
+                service of `world` ends.
         """
         self._used = world, address
         for status, child in list(self._children.items()):

@@ -19,10 +19,9 @@ async def quarantine_device(
     """Write that a device is out, and record it; return the store's revision that has it.
 
     Args:
-        context: of this agent.
-        record: of a device of this host, or of any if it leads.
-        leader_token: of the leader that decides it; nothing is written if another leads by now. None: the agent of the
-            device's host decides.
+        record: record of a device of this host, or of any host if the agent leads.
+        leader_token: token of the leader that decides; nothing is written if another leads by now. None: the agent of
+            the device's host decides.
 
     Raises:
         PeerError: the store did not answer.

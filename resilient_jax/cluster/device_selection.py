@@ -47,9 +47,9 @@ def count_devices(
     """Return how many devices a worker with this environment has; None: only JAX knows.
 
     Args:
-        environment: of workers.
-        devices_per_host: as the agent was told.
-        gpu_names: of the GPUs that workers see; empty: they are not known.
+        environment: environment of workers.
+        devices_per_host: number that the agent was told; None: the environment decides.
+        gpu_names: names of the GPUs that workers see; empty: not known.
     """
     if environment.get("JAX_PLATFORMS") == "cpu":
         return devices_per_host or count_cpu_devices(environment)
@@ -62,9 +62,9 @@ def restrict_environment(
     """Return the environment of a worker that sees only these devices.
 
     Args:
-        environment: of a worker that sees all.
-        used: the numbers of the devices.
-        gpu_names: of all GPUs, as `CUDA_VISIBLE_DEVICES` names them; not needed on CPU.
+        environment: environment of a worker that sees all devices.
+        used: numbers of the devices that the worker sees.
+        gpu_names: names of all GPUs, as `CUDA_VISIBLE_DEVICES` names them; not needed on CPU.
     """
     if environment.get("JAX_PLATFORMS") == "cpu":
         flags = set_device_count(environment.get("XLA_FLAGS", ""), len(used))

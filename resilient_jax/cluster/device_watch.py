@@ -33,12 +33,7 @@ RETURN_GRACE_S = 30.0
 
 
 class DeviceWatch:
-    """Follows the records of this host's devices.
-
-    Args:
-        context: of the agent.
-        supervisor: of the worker.
-    """
+    """Follows the records of this host's devices."""
 
     def __init__(self, context: AgentContext, supervisor: WorkerSupervisor) -> None:
         self._context = context
@@ -84,9 +79,8 @@ class DeviceWatch:
         """Leave a device out of workers that start from now on; `run` writes that in the store.
 
         Args:
-            record: of the device.
-            at_once: end the worker now, because what the device computes is lost or wrong; else when others have all
-                of the state.
+            at_once: True: end the worker now, because what the device computes is lost or wrong; False: when others
+                have all of the state.
         """
         self._unwritten[record.device] = record
         self._revisions.pop(record.device, None)
@@ -121,7 +115,7 @@ class DeviceWatch:
         """Carry out each change of the records, and write those of this host's own, until cancelled.
 
         Raises:
-            JoinRefused: a record in the store is none.
+            JoinRefused: a record in the store is no record of a device.
         """
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -59,9 +59,9 @@ class ForkServerConnection:
     """Forks workers as long as the server answers.
 
     Attributes:
-        is_open: the server is asked.
-        num_modules: how many modules the server has imported.
-        refusal: why the last order was refused, or is not sent; empty: it was carried out.
+        is_open: whether the server is asked.
+        num_modules: modules that the server has imported.
+        refusal: why the last order was refused, or is not sent; empty: the last order was carried out.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -87,13 +87,12 @@ class ForkServerConnection:
         """Return a worker that has just been forked; None if it must be started in another way.
 
         Args:
-            command: the script and its arguments.
-            environment: that a worker starts with.
-            settings: of the worker.
-            descriptors: of the worker; the caller closes its copies.
+            command: path of the script, and its arguments.
+            environment: environment that a worker starts with.
+            descriptors: descriptors of the worker; the caller closes its copies.
 
         Raises:
-            OSError: there is no descriptor left for its pipes.
+            OSError: there is no descriptor left for the worker's pipes.
         """
         if not self.is_open:
             return None
@@ -168,7 +167,7 @@ class _Order:
     """An order that the server has not answered yet.
 
     Attributes:
-        answer: gets the process, or the exception `_Refused`.
+        answer: future that gets the process, or the exception `_Refused`.
     """
 
     def __init__(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:

@@ -28,7 +28,7 @@ class ForkServerProcess:
         """Start the server for workers of this script with this environment; it writes to the file `output`.
 
         Raises:
-            OSError: there is no descriptor, process or memory left for it.
+            OSError: there is no descriptor, process or memory left for the server.
         """
         ours, theirs = socket.socketpair()
         with theirs, output.open("ab") as written:

@@ -54,8 +54,7 @@ class OrdersConfig:
     """What does not change in an agent's life.
 
     Attributes:
-        host: this one.
-        quiesce_timeout_s: how long an outsider may take to be idle.
+        quiesce_timeout_s: time that an outsider may take to be idle.
         replaces_workers: whether collectives cannot be aborted.
         reports_lost_seats: whether coordination services are told of members that were given up.
     """
@@ -79,12 +78,12 @@ class OrdersState:
     """The complete state of the machine.
 
     Attributes:
-        generation: the newest that this host has seen.
-        void_generation: the generation of which this host is no member any more, whatever is stored.
-        past: the generation in which the job was interrupted before this host first registered; None: there is none.
-        is_leaving: the host got a notice to leave.
-        in_world: the newest worker that was ordered to form a world or to take a seat of one.
-        unwinding: the worker that is waited for.
+        generation: newest generation that this host has seen.
+        void_generation: generation of which this host is no member any more, whatever is stored.
+        past: generation in which the job was interrupted before this host first registered; None: no interruption.
+        is_leaving: whether the host got a notice to leave.
+        in_world: the newest worker that was ordered to form a world or to take a seat of a world.
+        unwinding: worker that has been ordered to unwind, and is waited for.
     """
 
     generation: Generation | None = None
@@ -231,12 +230,9 @@ def handle(
     """Take in one event, with the worker and its standby as they are at this moment.
 
     Args:
-        state: of the machine.
-        event: that has happened.
-        worker: the newest of this host; None before the first.
-        standby: of the kind `seat`; None if there is none.
-        now_s: monotonic time.
-        config: of this host.
+        worker: newest worker of this host; None before the first.
+        standby: standby of the kind `seat`; None: there is none.
+        now_s: monotonic time in seconds.
 
     Returns:
         The new state, and the shell's commands, in order.

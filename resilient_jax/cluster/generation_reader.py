@@ -17,7 +17,7 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
     Only changes are read, and the record where one does not fit to what was read before.
 
     Raises:
-        PeerError: the store does not answer, or no longer has what was missed.
+        PeerError: the store does not answer, or no longer has the changes that were missed.
         JoinRefused: what is stored is no generation.
     """
     key = make_generation_key(job)

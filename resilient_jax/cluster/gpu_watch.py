@@ -55,10 +55,8 @@ class GpuWatch:
     """The watch of one host's GPUs; does nothing, and loads nothing, where workers use none.
 
     Args:
-        context: of the agent.
-        supervisor: of the worker.
-        devices: takes devices out.
-        on_change: is called when `notes` are other ones.
+        devices: watch that takes devices out.
+        on_change: called when `notes` have changed.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class GpuWatch:
         """Read the GPUs for the first time, before the host joins, and go on reading them.
 
         Raises:
-            GpuUnfit: one of them must not train.
+            GpuUnfit: a GPU must not train.
         """
         settings = self._context.settings
         if settings.config.gpu_health == "off" or not uses_gpus(settings.environment):
@@ -150,7 +148,7 @@ class GpuWatch:
         """Leave out what must not train before the host joins.
 
         Raises:
-            GpuUnfit: the host cannot do without.
+            GpuUnfit: the host cannot do without these GPUs.
         """
         host = self._context.settings.host
         self._act(())

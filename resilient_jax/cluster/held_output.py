@@ -13,7 +13,7 @@ class HeldOutput:
     """Keeps the lines of a standby until they are released to the host's output.
 
     Args:
-        output: of the host.
+        output: output of the host.
     """
 
     def __init__(self, output: WorkerOutput) -> None:

@@ -26,12 +26,14 @@ class HostDevices:
     """What the agent knows of its host's devices. Workers that start from now on see what it says.
 
     Attributes:
-        settings: of the agent, for a worker that starts now: with the environment and the number of the devices left.
+        settings: settings of the agent for a worker that starts now, with the environment and the number of the devices
+            left.
         records: why devices are out, by number.
-        ended_for_return: the last worker that was ended because a device was back, with none of its own out; 0: none.
+        ended_for_return: last worker that was ended because a device was back, while none of the worker's own was out;
+            0: no worker.
         requires_all: whether the worker needs all devices, whatever `devices_after_loss` says.
-        gpu_names: of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` names them; (): there are none, or they are
-            not known.
+        gpu_names: names of the GPUs that workers see, as `CUDA_VISIBLE_DEVICES` has them; (): there are no GPUs, or
+            names are not known.
     """
 
     def __init__(self, settings: AgentSettings) -> None:

@@ -28,12 +28,9 @@ class HostCare:
     """How a launcher cares for each of its hosts.
 
     Attributes:
-        view: of the job.
         over: set when the job is over, or was told to end: no agent is started any more.
-        end_job: ends the job, which no agent can join.
-        on_line: prints a line.
-        restart_delay_s: how long a host that went down stays away; None: no host is started again.
-        max_restarts: of one host within `RESTART_WINDOW_S`.
+        restart_delay_s: seconds for which a host that went down stays away; None: no host is started again.
+        max_restarts: restarts of one host within `RESTART_WINDOW_S`.
     """
 
     view: JobView
@@ -48,9 +45,9 @@ class HostKeeper:
     """Runs the agents of one host, one after the other.
 
     Attributes:
-        agent: the running agent; None between two.
-        exit_code: of the last agent; None: none has ended.
-        is_out: the last agent had failed before the job ended, and none came after it.
+        agent: the running agent; None between two agents.
+        exit_code: exit code of the last agent; None: no agent has ended.
+        is_out: whether the last agent had failed before the job ended, and no agent came after it.
     """
 
     def __init__(self, name: HostName, start: Callable[[], SpawnedProcess], care: HostCare) -> None:
@@ -87,7 +84,7 @@ class HostKeeper:
         """Run one agent to its end, and print what it prints; return its exit code.
 
         Raises:
-            OSError: there is no descriptor, process or memory left for it.
+            OSError: there is no descriptor, process or memory left for the agent.
         """
         child = self.agent = self._start()
         try:

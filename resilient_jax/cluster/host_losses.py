@@ -27,7 +27,8 @@ class SingleLosses:
     """The losses of a leader's term that have no common cause: no other host is lost within a lease of them.
 
     Args:
-        lease_ttl_s: the lease of the job's hosts. Hosts that a switch cuts off together are lost within one.
+        lease_ttl_s: time of a lease of the job's hosts. Hosts that a switch cuts off together are lost within one
+            lease.
     """
 
     def __init__(self, lease_ttl_s: float) -> None:
@@ -38,9 +39,8 @@ class SingleLosses:
         """Note the loss of a host, in the order of time.
 
         Args:
-            host: the host.
-            now: the monotonic time, in seconds.
-            is_counted: see `is_loss_counted`; else it only tells that another loss was not the only one.
+            now: monotonic time in seconds.
+            is_counted: as `is_loss_counted` says. False: the loss only tells that another loss was not the only one.
         """
         self._lost.append((now, host, is_counted))
 
@@ -74,8 +74,8 @@ def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
     Nobody has counted these losses; none is returned if too few hosts are left.
 
     Args:
-        state: from what the new leader has read.
-        min_hosts: that the job needs.
+        state: state of what the new leader has read.
+        min_hosts: hosts that the job needs.
     """
     if state.generation.phase is GenerationPhase.FINISHED or len(state.hosts) < max(min_hosts, 1):
         return []
@@ -86,9 +86,7 @@ async def note_host_loss(context: AgentContext, host: HostName, leader_token: Re
     """Count a host's loss; quarantine the host if it was lost more than `max_host_losses` times in `restart_window_s`.
 
     Args:
-        context: of the leader's agent.
-        host: the host.
-        leader_token: of the leader; nothing is written if another leads by now.
+        leader_token: token of the leader; nothing is written if another leads by now.
 
     Raises:
         PeerError: the store did not answer.

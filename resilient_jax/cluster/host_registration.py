@@ -32,7 +32,7 @@ class HostRegistration:
     """One host's registration: lease and status in the store, the watch of the generation, and the candidacy to lead.
 
     Attributes:
-        session: None before the first one, and while the store is away.
+        session: session with the store; None before the first one, and while the store is away.
     """
 
     def __init__(

@@ -29,12 +29,13 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         job: the job's name.
-        generation: the agreed membership; None: none was written yet.
-        leader: the host whose agent leads; None: none does at the moment.
+        generation: the agreed membership; None: no membership was written yet.
+        leader: the host whose agent leads; None: no agent leads at the moment.
         hosts: the hosts whose agents have a valid lease.
         quarantine: the hosts that take no part for a while.
         device_quarantine: the devices that compute nothing for a while.
-        redundancy: how many more hosts may be lost before the committed state is; None: no host has one.
+        redundancy: how many more hosts may be lost before the committed state is lost; None: no host has a committed
+            state.
     """
 
     job: str

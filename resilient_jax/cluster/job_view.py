@@ -8,9 +8,9 @@ class JobView:
     """What a progress line or a table shows of a job; the launcher keeps it up to date.
 
     Attributes:
-        generation: the newest; None before the first one.
-        hosts: the statuses of hosts that have a lease.
-        let_in: the hosts that the job has ever let in.
+        generation: newest generation; None before the first one.
+        hosts: statuses of hosts that have a lease.
+        let_in: hosts that the job has ever let in.
     """
 
     def __init__(self) -> None:

@@ -27,8 +27,8 @@ class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a program.
 
     Attributes:
-        module: the name under which it was imported.
-        file: where it was read, as an absolute path.
+        module: name under which the file was imported.
+        file: absolute path at which the file was read.
         digest: SHA-256 of the copy.
     """
 
@@ -44,7 +44,7 @@ class KeptProgram:
     """The files of one program in a run folder.
 
     Attributes:
-        folder: of this program alone; readable by its user alone.
+        folder: folder of this program alone; readable by its user alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class KeptProgram:
         """Create the folder, which the processes of other agents may have done.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for folder in (self._records, self._copies):
@@ -68,11 +68,10 @@ class KeptProgram:
         """Keep a file as it is on disk now, unless it is kept already.
 
         Args:
-            module: the name under which it is imported.
-            file: its path.
+            module: name under which the file is imported.
 
         Raises:
-            OSError: it cannot be read, or the folder cannot be written.
+            OSError: the file cannot be read, or the folder cannot be written.
             KeptFileDamaged: the folder is gone.
         """
         file = os.path.abspath(file)
@@ -96,7 +95,7 @@ class KeptProgram:
         """Return the content of a file that is kept.
 
         Raises:
-            KeptFileDamaged: the copy is gone, or another one.
+            KeptFileDamaged: the copy is gone, or has other bytes.
         """
         copy = self._make_path(kept.file)
         try:
@@ -127,7 +126,7 @@ class KeptProgram:
 
         Raises:
             OSError: the folder cannot be written.
-            KeptFileDamaged: a file is another one on disk now, or is gone.
+            KeptFileDamaged: a file has other bytes on disk now, or is gone.
         """
         lost = {name: kept for name, kept in self._known.items() if not (self._records / name).exists()}
         if not lost:
@@ -187,8 +186,8 @@ def find_changed_files(program: KeptProgram, unchanged: dict[str, tuple[int, ...
     """Return the files of a program that are gone from the disk, or have another content there than the copies.
 
     Args:
-        program: of the job.
-        unchanged: what the file system said of files, by path, when they had the same content; brought up to date.
+        unchanged: what the file system said of files when they had the same content as the copies, by path; updated by
+            this call.
 
     Raises:
         OSError: the program's folder cannot be read.

@@ -69,8 +69,8 @@ class HostSite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where a host of the job runs on this machine.
 
     Attributes:
-        address: that the host listens at.
-        command_prefix: words before the agent's command that make it run there, such as `ip netns exec NAME`.
+        address: address that the host listens at.
+        command_prefix: words before the agent's command that make the agent run there, such as `ip netns exec NAME`.
     """
 
     address: str
@@ -84,16 +84,16 @@ class LaunchSettings:
     Attributes:
         agent_options: options of every agent's command line.
         run_directory: a directory that exists, is writable and is claimed for this job.
-        num_spares: hosts beside those, which take part only in the place of another.
-        host_restart_delay_s: how long a killed host stays away; None: it is not restarted.
-        sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
-        host_environments: variables of each host's agent beside `environment`, in order; empty: none.
+        num_spares: hosts beside `num_hosts`, which take part only in the place of another.
+        host_restart_delay_s: seconds for which a killed host stays away; None: a killed host is not restarted.
+        sites: places of the hosts, in order; empty: each host has an address of its own on the loopback device.
+        host_environments: variables of each host's agent beside `environment`, in order; empty: no variables.
         store_host: address that the embedded store listens at.
         store: URL of an etcd cluster; None: an embedded store.
         store_tls: folder with certificates for that cluster.
-        grace: of a notice to leave, which agents get in `agent_options`, too.
-        fork_environment: of workers that are forked from one process of this machine; None: each is a process of its
-            own.
+        grace: time of a notice to leave, which agents get in `agent_options`, too.
+        fork_environment: environment of workers that are forked from one process of this machine; None: each worker is
+            a process of its own.
     """
 
     job: JobName
@@ -133,11 +133,10 @@ class Launcher:
         """Prepare the job.
 
         Args:
-            settings: of the job.
-            on_line: prints a line; it must not wait.
+            on_line: prints a line; must not wait.
             on_change: called when the view has changed.
-            restore_folder: makes the run folder again if somebody has removed it, and returns whether it did; called in
-                a thread.
+            restore_folder: makes the run folder again if somebody has removed it, and returns whether the folder had to
+                be made; called in a thread.
         """
         self._settings = settings
         self._on_line = on_line

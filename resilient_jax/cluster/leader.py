@@ -123,12 +123,8 @@ class Leader:
         """Prepare the candidacy.
 
         Args:
-            context: of the agent.
-            config: of the machine.
-            services: of this host.
-            relay: of progress.
-            is_leaving: whether this host got a notice.
-            is_past: whether a generation is the end of a job that this agent was started to begin anew.
+            is_leaving: tells whether this host got a notice.
+            is_past: tells whether a generation is the end of a job that this agent was started to begin anew.
         """
         self._is_leaving = is_leaving
         self._was_quarantined = False

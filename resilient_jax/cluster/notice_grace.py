@@ -19,7 +19,7 @@ class NoticeGrace:
 
     Attributes:
         seconds: from SIGTERM until the host must have left.
-        end_wall_s: when the scheduler ends the job, as seconds since 1970; None: not known.
+        end_wall_s: when the scheduler ends the job, in seconds since 1970; None: not known.
     """
 
     seconds: float = DEFAULT_GRACE_S

@@ -62,10 +62,10 @@ class NvmlReader:
     """The GPUs that this host's workers see. For one thread; it must be closed.
 
     Args:
-        visible: the value of CUDA_VISIBLE_DEVICES; None: workers see all.
+        visible: value of CUDA_VISIBLE_DEVICES; None: workers see all.
 
     Attributes:
-        xid_problem: why no XID is heard; empty: they are.
+        xid_problem: why no XID is heard; empty: XIDs are heard.
 
     Raises:
         GpusUnreadable: there is no binding, no library or no driver.
@@ -109,7 +109,7 @@ class NvmlReader:
         """Wait for XIDs, at most for a time.
 
         Returns:
-            The XIDs that came; nothing: none did in that time. None: XIDs are not heard, see `xid_problem`.
+            The XIDs that came; (): no XID came in that time. None: XIDs are not heard, see `xid_problem`.
         """
         if self._event_set is None:
             return None

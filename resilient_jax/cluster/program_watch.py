@@ -24,7 +24,7 @@ class ProgramWatch:
     """The files of the program that are not on disk any more as the job has them.
 
     Attributes:
-        changed: a text such as "/home/me/train.py, /home/me/model.py"; empty if there are none.
+        changed: a text such as "/home/me/train.py, /home/me/model.py"; empty if no file has changed.
     """
 
     def __init__(self, context: AgentContext, on_change: Callable[[], None]) -> None:

@@ -15,13 +15,12 @@ class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a host is. Agents send it to the leader beside the store: no decision depends on it.
 
     Attributes:
-        host: the host's name.
-        agent_id: of the agent that reports.
-        sequence: the number of that agent's report; a greater one is newer.
-        step: the number of steps that the worker has committed.
-        num_steps: how many it will have committed in the end; 0: not known.
-        metrics: the metrics that the worker last reported, by name.
-        snapshots: the snapshots that are complete on this host.
+        agent_id: id of the agent that reports.
+        sequence: number of that agent's report; a greater one is newer.
+        step: steps that the worker has committed.
+        num_steps: steps that the worker will have committed in the end; 0: not known.
+        metrics: metrics that the worker last reported, by name.
+        snapshots: snapshots that are complete on this host.
     """
 
     host: HostName
@@ -37,9 +36,8 @@ class ProgressReports(msgspec.Struct, frozen=True, kw_only=True):
     """How far some hosts are: all that have changed since the sender's last report, the sender's own among them.
 
     Attributes:
-        sender: the host whose agent sends this.
-        hosts: the reports.
-        avoided: the endpoints of agents that did not answer the sender lately.
+        sender: host whose agent sends the reports.
+        avoided: endpoints of agents that did not answer the sender lately.
     """
 
     sender: HostName
@@ -51,8 +49,8 @@ class ReportReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to reports, which have arrived.
 
     Attributes:
-        report_to: the agent's endpoint that the sender reports to from now on; empty: to this one.
-        interval_s: the time between two reports.
+        report_to: endpoint of the agent that the sender reports to from now on; empty: the agent that answers.
+        interval_s: time between two reports.
     """
 
     report_to: str

@@ -45,12 +45,11 @@ async def quarantine_host(
     """Write that a host takes no part for `quarantine_s` or longer, and record it.
 
     Args:
-        context: of this agent.
-        host: the host.
-        reason: why, for people.
-        num_before: how often it was for this cause: each doubles the time, up to `MAX_DOUBLINGS`.
-        until_wall_s: when it ends, in seconds since 1970; None: as `quarantine_s` and `num_before` say.
-        leader_token: of the leader that decides it; nothing is written if another leads by now. None: the host's own
+        reason: text for people.
+        num_before: how often the host was in quarantine for this cause: each time doubles the time, up to
+            `MAX_DOUBLINGS`.
+        until_wall_s: end of the quarantine, in seconds since 1970; None: as `quarantine_s` and `num_before` say.
+        leader_token: token of the leader that decides; nothing is written if another leads by now. None: the host's own
             agent decides.
 
     Raises:

@@ -39,10 +39,9 @@ def must_look(generation: Generation, host: HostName, report: WorkerReport, wait
     """Return whether a host's worker is a member that does not go on, so that others may be out of reach.
 
     Args:
-        generation: the newest that the host has read.
-        host: the host.
-        report: of its worker.
-        waited_s: since it has read this generation's phase, in seconds.
+        generation: newest generation that the host has read.
+        report: report of the host's worker.
+        waited_s: time since the host has read this generation's phase.
     """
     if generation.find_member(host) is None or len(generation.members) < 2:
         return False
@@ -77,7 +76,7 @@ class ReachWatch:
     """Whom this host reaches.
 
     Attributes:
-        report: for the host's status; None: its members go on.
+        report: for the host's status; None: the members go on.
     """
 
     def __init__(

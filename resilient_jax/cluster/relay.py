@@ -66,8 +66,8 @@ class Relay:
     """Forwards every connection to one coordination service.
 
     Attributes:
-        service: its address, by its status.
-        address: where the worker connects, on the loopback of this host.
+        service: address in the status of the service.
+        address: address where the worker connects, on the loopback of this host.
     """
 
     def __init__(self, service: str, credentials: Credentials) -> None:

@@ -11,7 +11,7 @@ class RestartBudget:
     """At most `max_restarts` in any `window_s` seconds; the first at once, then after `backoff_s`, doubled each time.
 
     Attributes:
-        max_backoff_s: what a wait is not doubled beyond.
+        max_backoff_s: limit of the doubled wait.
         restarts: monotonic times of the restarts so far, in seconds.
     """
 

@@ -50,11 +50,11 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         job: the job's name.
-        store: the address of its store.
-        token: the job's secret.
-        launcher_pid: the process that started it.
-        tls: the folder with certificates for an embedded store; "" for none.
-        store_tls: the folder with certificates for an etcd cluster; "" for none.
+        store: address of the job's store.
+        token: secret that the job's processes share.
+        launcher_pid: process id of the launcher.
+        tls: folder with certificates for an embedded store; "" for none.
+        store_tls: folder with certificates for an etcd cluster; "" for none.
     """
 
     job: str
@@ -70,10 +70,10 @@ class EndedJob(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         job: the job's name.
-        outcome: how it ended, with the exit code of `launch`.
+        outcome: how the job ended, with the exit code of `launch`.
         step: the newest committed step.
         metrics: the metrics of that step.
-        wall_s: when it ended, in seconds since 1970.
+        wall_s: when the job ended, in seconds since 1970.
     """
 
     job: str
@@ -91,9 +91,9 @@ def create_run_directory(path: Path) -> Path:
     """Create the directory, for this user alone; one that is there already only if nobody else wrote there.
 
     Raises:
-        ConfigError: it is another user's, or has files that anybody could write: the job's token, program and compiled
-            programs would be in others' hands.
-        LogUnwritable: it cannot be created or written.
+        ConfigError: the directory is another user's, or has files that anybody could write: the job's token, program
+            and compiled programs would be in others' hands.
+        LogUnwritable: the directory cannot be created or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -131,7 +131,7 @@ def create_numbered_directory(path: Path) -> Path:
     """Create the first of the directories NAME, NAME-2, NAME-3, ... that is absent: no two callers get the same.
 
     Raises:
-        LogUnwritable: it cannot be created or written.
+        LogUnwritable: the directory cannot be created or written.
     """
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     for candidate in itertools.chain([path], others):
@@ -252,7 +252,7 @@ def write_contact(directory: Path, contact: JobContact) -> None:
     """Write how to reach the job, and forget how the one before it ended. The directory must have been claimed.
 
     Raises:
-        LogUnwritable: it cannot be written.
+        LogUnwritable: the file cannot be written.
     """
     try:
         (directory / END_FILE).unlink(missing_ok=True)

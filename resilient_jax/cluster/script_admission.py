@@ -33,8 +33,8 @@ class ScriptAdmission:
     """The program of this host, and its comparison with that of the job.
 
     Attributes:
-        program: its id; empty before `settle`.
-        kept: its files in the run folder; None before `settle`, and without a run folder.
+        program: id of the program; empty before `settle`.
+        kept: files of the program in the run folder; None before `settle`, and without a run folder.
     """
 
     def __init__(self, store: Store, settings: AgentSettings, agent_id: str) -> None:
@@ -79,10 +79,10 @@ class ScriptAdmission:
         """Return if the hosts of the job run this script.
 
         Args:
-            script: as `describe_script` returns it.
+            script: description of the script, as `describe_script` returns it.
 
         Raises:
-            ScriptRefused: they run another; the message has both values of what differs.
+            ScriptRefused: the hosts run another script; the message has both values of what differs.
             PeerUnreachable: the store does not answer.
         """
         key, items = (

@@ -38,10 +38,10 @@ class SeatedStandby:
     """A standby that runs.
 
     Attributes:
-        process: it.
-        snapshots: the end of its connection to the snapshot server that the server gets when it is the worker.
-        output: held until it is the worker.
-        watching: receives its messages and waits for its end.
+        snapshots: end of the standby's connection to the snapshot server, which the server gets when the standby
+            becomes the worker.
+        output: output that is held until the standby is the worker.
+        watching: task that receives the standby's messages and waits for its end.
     """
 
     process: WorkerProcess
@@ -54,8 +54,8 @@ class SeatStandby:
     """At most one standby, whichever process it is.
 
     Attributes:
-        status: what the store is given of it; None while there is none.
-        is_possible: the job is configured for it, and none has failed by itself.
+        status: status of the standby in the store; None while there is no standby.
+        is_possible: whether the job is configured for standbys, and none has failed by itself.
     """
 
     def __init__(
@@ -71,12 +71,10 @@ class SeatStandby:
         """Prepare to start standbys.
 
         Args:
-            context: of the agent.
-            start: starts the process.
-            output: of the host.
+            output: output of the host.
             on_change: called after every change of `status`.
-            on_message: called with each message of the process, also when it is the worker.
-            on_worker_change: called after every change of the process when it is the worker.
+            on_message: called with each message of the process, also when the process is the worker.
+            on_worker_change: called after every change of the process when the process is the worker.
         """
         self._devices = context.devices
         self._log = context.log

@@ -38,8 +38,8 @@ class SnapshotServerProcess:
     """At most one server at a time.
 
     Attributes:
-        server: the server that listens for other hosts; None while there is none.
-        snapshots: that the server has complete.
+        server: status of the server that listens for other hosts; None while no server does.
+        snapshots: snapshots that the server has complete.
     """
 
     def __init__(

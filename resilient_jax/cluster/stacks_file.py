@@ -18,8 +18,7 @@ class StacksFile:
     """Appends stacks to `stacks/HOST.txt` of the run folder; without a run folder, or on a full disk, they are lost.
 
     Args:
-        directory: the run folder of the agent; None: it has none.
-        host: the agent's host.
+        directory: the run folder of the agent; None: the agent has none.
     """
 
     def __init__(self, directory: Path | None, host: str) -> None:

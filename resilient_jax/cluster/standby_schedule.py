@@ -23,11 +23,11 @@ class StandbySchedule:
     """What decides whether a standby may start.
 
     Attributes:
-        generation: that this host's worker trains in; None: it has committed nothing yet.
+        generation: generation in which this host's worker trains; None: the worker has committed nothing yet.
         trains_since_s: monotonic time of the first commit in that generation.
         num_killed: standbys that were killed since the last promotion.
-        not_before_s: monotonic time before which none is started again.
-        has_failed: a standby failed by itself.
+        not_before_s: monotonic time before which no standby is started again.
+        has_failed: whether a standby failed by itself.
     """
 
     generation: GenerationNumber | None = None

@@ -56,9 +56,9 @@ class _Standby:
     """A running standby.
 
     Attributes:
-        environment: of a worker, when it was started.
-        answer: to the order of its promotion: why it cannot be promoted; empty: it is the worker.
-        attending: receives its messages and waits for its end.
+        environment: environment of a worker when the standby was started.
+        answer: answer to the order of promotion: why the standby cannot be promoted; empty: the standby is the worker.
+        attending: task that receives the standby's messages and waits for its end.
     """
 
     child: ChildProcess
@@ -73,7 +73,7 @@ class StandbyWorker:
     """At most one standby, whichever process it is.
 
     Attributes:
-        status: what the store is given of it; None while there is none.
+        status: status of the standby in the store; None while there is no standby.
     """
 
     def __init__(self, context: AgentContext, on_change: Callable[[], None]) -> None:
@@ -115,8 +115,7 @@ class StandbyWorker:
         """Return the standby's process, which is the worker from now on; None if none can be.
 
         Args:
-            descriptors: of the worker; the caller closes its copies.
-            settings: of the worker.
+            descriptors: descriptors of the worker; the caller closes its copies.
         """
         standby, is_ready = self._standby, self.status is not None and self.status.state is StandbyState.READY
         self._forget()

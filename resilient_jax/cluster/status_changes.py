@@ -17,9 +17,9 @@ def are_snapshots_due(generation: Generation | None, written: HostStatus, presen
     """Return whether the store must have what a host's snapshot server has now.
 
     Args:
-        generation: the newest that the host has read.
-        written: the host's status in the store.
-        present: its status now.
+        generation: newest generation that the host has read; None: none.
+        written: status of the host in the store.
+        present: status of the host now.
     """
     if written.snapshot_server != present.snapshot_server:
         return True

@@ -17,9 +17,8 @@ class StatusWrite(msgspec.Struct, frozen=True, kw_only=True):
     """A host's status, as its agent would write it to the store.
 
     Attributes:
-        status: the status.
-        lease: of the host; the status is gone with it.
-        replaced: the `mod_revision` of the status that this one replaces; without it nothing is written.
+        lease: lease of the host; the status is gone with the lease.
+        replaced: `mod_revision` of the status that this one replaces; in place of any other status nothing is written.
     """
 
     status: HostStatus
@@ -31,7 +30,8 @@ class StatusReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a `StatusWrite`.
 
     Attributes:
-        revision: in which the status was written; `NOT_WRITTEN`: perhaps it was not, and the sender writes it itself.
+        revision: revision in which the status was written; `NOT_WRITTEN`: perhaps the status was not written, and the
+            sender writes it.
     """
 
     revision: Revision

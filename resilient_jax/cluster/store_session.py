@@ -74,14 +74,12 @@ class StoreSession:
         """Prepare the session.
 
         Args:
-            store: of the job.
-            job: the job.
-            ttl_s: the time to live of the lease.
-            clock: measures it.
-            status: returns the host's status now.
+            ttl_s: time to live of the lease.
+            clock: clock that measures the time to live.
+            status: returns the host's present status.
             on_renewed: called with `valid_until_s` after each renewal of the lease.
             write_through: asked first to write a status that has changed.
-            ask_holder: finds out whether the agent lives that has the host's name.
+            ask_holder: tells whether the agent lives that has the host's name.
         """
         self._store = store
         self._job = job
@@ -137,7 +135,7 @@ class StoreSession:
         """End the lease of an agent that has this host's name, if that agent is gone.
 
         Raises:
-            JoinRefused: it lives, or has not answered for too long.
+            JoinRefused: the agent lives, or has not answered for too long.
         """
         status, found = decode_host_status(holder), NameHolder.SILENT
         if status.agent_id == self._status().agent_id:

@@ -71,8 +71,8 @@ def find_killed_scripts(codes: Mapping[HostName, int], trained: Sequence[HostNam
     these: another host's success does not excuse it.
 
     Args:
-        codes: the exit codes of all agents.
-        trained: the hosts that trained to the end, by their index.
+        codes: exit codes of all agents.
+        trained: the hosts that trained to the end, in order of their indexes.
     """
     if not trained or codes.get(trained[0]) != 0:
         return {}
@@ -90,14 +90,12 @@ def apply_exit_code(
     """Return the outcome with the exit code of a script that failed after training, or was killed then.
 
     Args:
-        outcome: of the job.
-        worker: the last of this host.
-        host: this host.
-        earlier_code: the exit code of a worker that had trained to the end and was killed then; it counts even if
-            another was started in its place. None: there was none.
+        worker: last worker of this host.
+        earlier_code: exit code of a worker that had trained to the end and was killed then; the code counts even if
+            another worker was started since. None: no such worker.
 
     Returns:
-        The outcome of this host, and what to print about it; empty: nothing.
+        The outcome of this host, and what to print about the outcome; empty: nothing.
     """
     code = worker.child.exit_code
     if code is None or outcome.kind is not JobOutcomeKind.DONE:

@@ -75,9 +75,9 @@ class WorkerDescriptors(NamedTuple):
     """A worker's ends of what connects it, in the order in which a standby gets them.
 
     Attributes:
-        agent: of the connection to the agent.
-        snapshots: of the connection to the snapshot server.
-        death_pipe: the write end of the pipe that closes when the worker dies.
+        agent: descriptor of the connection to the agent.
+        snapshots: descriptor of the connection to the snapshot server.
+        death_pipe: descriptor of the write end of the pipe that closes when the worker dies.
     """
 
     agent: int
@@ -89,12 +89,13 @@ class WorkerProcess:
     """A worker, its connection, and the pipe that closes when it dies.
 
     Attributes:
-        report: the newest that the worker sent.
-        is_unresponsive: the process is stopped, or sent nothing for longer than the heartbeat timeout.
-        has_script_ended: the script has come to its end after training.
-        is_dying: its threads have ended; the exit code follows.
-        started_with: what the agent's settings were when it was started: they say which devices it sees.
-        lacks_snapshots: its snapshot server has ended, and only another worker is connected to the next one.
+        report: newest report that the worker sent.
+        is_unresponsive: whether the process is stopped, or sent nothing for longer than the heartbeat timeout.
+        has_script_ended: whether the script has come to its end after training.
+        is_dying: whether the process's threads have ended; the exit code follows.
+        started_with: settings of the agent when the worker was started, which say which devices the worker sees.
+        lacks_snapshots: whether the worker's snapshot server has ended; only another worker is connected to the next
+            server.
     """
 
     def __init__(
@@ -130,13 +131,13 @@ class WorkerProcess:
         """Start a worker with its ends of a socket pair, of a pipe and of `snapshot_socket`.
 
         Args:
-            incarnation: of the worker.
+            incarnation: number of the worker's start.
             launch: starts a process that has copies of the descriptors, such as `launch_script`.
-            clock: for the time of its messages.
-            snapshot_socket: the worker's end of a connection to the snapshot server; it is closed here.
+            clock: clock that times the worker's messages.
+            snapshot_socket: the worker's end of a connection to the snapshot server; closed by this function.
 
         Raises:
-            OSError: there is no descriptor, process or memory left for it.
+            OSError: there is no descriptor, process or memory left for the worker.
         """
         # The child's ends are closed here in any case: once it has its own copies, one that stayed open would hide the
         # child's death. Ours are closed only if it could not be started.
@@ -274,7 +275,7 @@ def launch_script(
     """Start a process that runs the script as `python -u COMMAND...` would, from the job's program, as a worker.
 
     Raises:
-        OSError: there is no descriptor, process or memory left for it.
+        OSError: there is no descriptor, process or memory left for the process.
     """
     return SpawnedProcess(
         [sys.executable, "-u", "-c", RUN_SCRIPT, settings.program, *command],

@@ -59,12 +59,7 @@ def end_if_outdated(context: AgentContext, supervisor: WorkerSupervisor, why: st
 
 
 class WorkerReplacement:
-    """Ends this host's worker when its devices have changed, and it is this host's turn.
-
-    Args:
-        context: of the agent.
-        supervisor: of the worker.
-    """
+    """Ends this host's worker when its devices have changed, and it is this host's turn."""
 
     def __init__(self, context: AgentContext, supervisor: WorkerSupervisor) -> None:
         self._context = context

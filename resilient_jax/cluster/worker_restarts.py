@@ -12,11 +12,7 @@ from resilient_jax.protocol.records import Generation, JobOutcome, JobOutcomeKin
 
 
 class NotedErrors:
-    """The newest worker of this host whose error the leader has noted, and decided about.
-
-    Args:
-        host: this one.
-    """
+    """The newest worker of this host whose error the leader has noted, and decided about."""
 
     def __init__(self, host: HostName) -> None:
         self._host = host
@@ -89,7 +85,7 @@ class WorkerRestarts:
         """Return the outcome of a host whose worker died too often.
 
         Args:
-            last_errors: the end of what it wrote to standard error.
+            last_errors: end of what the worker wrote to standard error.
         """
         config, host = self._context.settings.config, self._context.settings.host
         self._context.log.record(EventKind.RESTART_BUDGET_EXHAUSTED, limit=config.max_restarts)

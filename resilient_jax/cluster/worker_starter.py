@@ -46,8 +46,8 @@ class WorkerStarter:
         """Return a worker that has just been started.
 
         Raises:
-            KeptFileDamaged: its program is gone from the run folder, and from the disk.
-            OSError: there is no descriptor, process or memory left for it.
+            KeptFileDamaged: the worker's program is gone from the run folder, and from the disk.
+            OSError: there is no descriptor, process or memory left for the worker.
         """
         if self._admission.kept is not None:
             self._admission.kept.restore()
@@ -67,7 +67,7 @@ class WorkerStarter:
         Also returns the end of its connection to the snapshot server that is to be served once it is the worker.
 
         Raises:
-            OSError: there is no descriptor, process or memory left for it.
+            OSError: there is no descriptor, process or memory left for the standby.
         """
         self._incarnation = self._choose_incarnation()
         settings = self._devices.settings

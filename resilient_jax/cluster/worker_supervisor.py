@@ -81,13 +81,13 @@ class WorkerSupervisor:
     """One host's worker, whichever incarnation of it runs.
 
     Attributes:
-        worker: the newest process; None before the first.
-        status: what the store is given of it.
-        progress: its last commit.
+        worker: newest worker process; None before the first.
+        status: status of the worker in the store.
+        progress: last commit that the worker reported.
         on_event: called with each event of the worker; returns why the host must leave the job, or None.
-        errors: of its workers that the leader has noted.
+        errors: errors of the host's workers that the leader has noted.
         on_suspicion: called when the error of a worker is one that a device causes.
-        standby: the process that waits to replace it, unless that has a seat.
+        standby: the process that waits to replace the worker, unless the standby has a seat.
         seat_standby: the process that waits in a seat.
     """
 
@@ -157,7 +157,7 @@ class WorkerSupervisor:
             The outcome of this host, if the worker died too often; None when the worker's own end stands.
 
         Raises:
-            JoinRefused: the job's other hosts run another script.
+            JoinRefused: other hosts of the job run another script.
         """
         while True:
             started = await self._start()

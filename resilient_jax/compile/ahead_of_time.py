@@ -39,8 +39,8 @@ class CompilationJob(NamedTuple):
     """Programs to compile together.
 
     Attributes:
-        name: for display.
-        compile: compiles them, and returns whether there was anything to compile.
+        name: name for people.
+        compile: compiles the programs, and returns whether there was anything to compile.
     """
 
     name: str
@@ -51,7 +51,7 @@ class AheadOfTimeCompiler:
     """The owner of the thread that compiles ahead.
 
     Args:
-        on_compiled: called on the thread with each job's name and the seconds that it took.
+        on_compiled: called on the thread with each job's name and the seconds that the job took.
         on_failure: called on the thread with the name of each job that failed, and the error.
     """
 

@@ -34,12 +34,10 @@ class CompilationMonitor:
     """Connects JAX's compilation cache with the other hosts and the event log. One for each process.
 
     Args:
-        host: this one.
-        credentials: of the job.
-        directory: of this host's programs; None: JAX's cache is off.
+        directory: directory of this host's programs; None: JAX's cache is off.
         record_event: writes an event; called on any thread.
-        raise_if_ended: raises when the generation has ended; called by training while it waits, on any of its
-            threads.
+        raise_if_ended: raises when the generation has ended; called by training while it waits, on any thread of
+            training.
         hit_failpoint: called before training compiles a program.
     """
 

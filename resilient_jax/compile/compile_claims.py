@@ -32,9 +32,9 @@ class Claimant(msgspec.Struct, frozen=True, kw_only=True):
     """A host that needs a program.
 
     Attributes:
-        generation: that the host trains in.
-        endpoint: where the host serves its programs.
-        is_ahead: the host compiles in the background.
+        generation: generation that the host trains in.
+        endpoint: address where the host serves its programs.
+        is_ahead: whether the host compiles in the background.
     """
 
     host: HostName

@@ -36,7 +36,7 @@ class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a program.
 
     Attributes:
-        claimant: the host that compiles the program if no host has it; None: it asks for the program only.
+        claimant: the host that compiles the program if no host has it; None: the caller asks for the program only.
         wait_s: how long the owner may wait for a program that another host compiles.
     """
 
@@ -49,11 +49,11 @@ class ProgramChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A part of the answer: a head, then the bytes.
 
     Attributes:
-        size: of the program; -1: this host lacks it.
-        crc32: of the program.
-        holder: without the program: the endpoint of a host that has it.
-        verdict: without the program and a holder: what the claimant does.
-        data: a part of the bytes.
+        size: bytes of the program; -1: this host lacks the program.
+        crc32: CRC-32 of the program.
+        holder: endpoint of a host that has the program, where the answer has no program.
+        verdict: where the answer has neither program nor holder: what the claimant does.
+        data: a part of the program's bytes.
     """
 
     size: int = 0
@@ -84,8 +84,8 @@ class ProgramDirectory:
     """This host's programs as files, and the claims on those that it owns.
 
     Args:
-        folder: of the files, which are written atomically, by JAX's cache; hosts of one machine may share it.
-        suffix: follows the key in the name of a file.
+        folder: folder of the files, which are written atomically, by JAX's cache; hosts of one machine may share it.
+        suffix: what follows the key in the name of a file.
     """
 
     def __init__(self, folder: Path, suffix: str) -> None:
@@ -110,7 +110,7 @@ class ProgramDirectory:
         """Return a program; None: this host lacks it.
 
         Raises:
-            MessageError: the key is not one.
+            MessageError: the key is no key of JAX's cache.
         """
         try:
             return self._find_path(key).read_bytes()

@@ -47,7 +47,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How a thread that lacks a program waits for another host.
 
     Attributes:
-        is_ahead: the thread compiles in the background.
+        is_ahead: whether the thread compiles in the background.
         check: called before each request; raises to end the wait.
     """
 
@@ -67,10 +67,9 @@ class ProgramFetcher:
     """Fetches programs, and holds this host's claims.
 
     Args:
-        host: this one.
-        credentials: of the job.
-        directory: of this host's programs; None: there is none, and nothing is fetched.
-        find_patience: returns how the calling thread waits; None: it does not, and takes only what is there.
+        directory: directory of this host's programs; None: there is none, and nothing is fetched.
+        find_patience: returns how the calling thread waits; None: the thread does not wait, and takes only what is
+            there.
         on_failure: called with a host that could not be asked or sent damaged bytes, and the error.
     """
 

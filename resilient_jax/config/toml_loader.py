@@ -20,8 +20,7 @@ def load_toml(path: str | Path, type_: type[T]) -> T:
     """Return the configuration in a TOML file.
 
     Args:
-        path: of the file.
-        type_: the frozen struct to decode into; its `msgspec.Meta` constraints are checked.
+        type_: frozen struct to decode into; its `msgspec.Meta` constraints are checked.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or does not fit `type_`.
@@ -50,8 +49,8 @@ def decode_toml(text: str, type_: type[T], *, source: str) -> T:
     """Return the configuration in a TOML string.
 
     Args:
-        text: TOML 1.0 (https://toml.io/en/v1.0.0).
-        type_: the frozen struct to decode into.
+        text: text in TOML 1.0 (https://toml.io/en/v1.0.0).
+        type_: frozen struct to decode into.
         source: the name of the text in messages, usually a file name.
 
     Raises:
@@ -77,7 +76,7 @@ def override_values(config: T, changes: Mapping[str, object], *, source: str) ->
     """Return `config` with some values changed, checked as if they had stood in the file.
 
     Args:
-        config: the source of the other values.
+        config: configuration with the other values.
         changes: new values by the name of their top-level key.
         source: the name of the changes in messages, such as "command line".
 

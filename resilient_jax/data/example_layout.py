@@ -37,8 +37,7 @@ class LayoutChecker:
         """Return the leaves of `tree` as arrays, in the order that `rebuild` takes them.
 
         Args:
-            tree: arrays and scalars.
-            name: of the example, for the error: "item 7 of list".
+            name: name of the example in the error: "item 7 of list".
 
         Raises:
             DataError: a leaf is no array of numbers, there is no leaf, or the layout is not the first one's.

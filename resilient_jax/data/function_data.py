@@ -20,7 +20,7 @@ class FunctionData:
 
         Args:
             function: returns a tree of arrays, whose first dimension counts the examples.
-            microbatch_size: how many examples it returns; None: as many as in the first call.
+            microbatch_size: examples that the function returns; None: as many as in the first call.
         """
         self._function = function
         self._size = microbatch_size

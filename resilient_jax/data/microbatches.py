@@ -32,8 +32,8 @@ class MicrobatchData(Protocol):
         """Return a pytree of numpy arrays whose first dimension counts the examples.
 
         Args:
-            step: from 0.
-            index: of the microbatch in its step.
+            step: number of the step, from 0.
+            index: index of the microbatch in its step, from 0.
             part: (k, n): the k-th of n equal parts of the rows. A replica on n hosts reads only its own part on each.
         """
         ...
@@ -61,7 +61,7 @@ def make_microbatch_data(
             of them, nested or not, such as `(images, labels)`; a list of examples, or another source of examples with
             `__len__` and `__getitem__`; a function `batch(step, index)`; a Grain `MapDataset`; or `MicrobatchData`,
             which is returned as it is.
-        num_microbatches: how many microbatches a step has.
+        num_microbatches: microbatches of a step.
         microbatch_size: examples in a microbatch. None: the source decides, because its elements (Grain) or results
             (function) are microbatches.
         seed: the seed of the shuffle of a random-access source; other sources have their own order.

@@ -116,10 +116,10 @@ class PackedDocuments:
         """Pack the documents, which needs the length of each.
 
         Args:
-            documents: each one-dimensional, of integers.
+            documents: each document is one-dimensional, of integers.
             context_length: length of a row, in tokens.
-            pad_token: the token in padding.
-            document_lengths: the lengths of all documents in tokens, if known. Else each document is read here once,
+            pad_token: token that fills the rest of a row.
+            document_lengths: the lengths of all documents in tokens, if known; None: each document is read here once,
                 at every start of a worker.
 
         Raises:

@@ -48,9 +48,9 @@ class Prefetcher:
         """Start the threads, which wait for `expect`.
 
         Args:
-            data: read from all threads at once.
-            buffer_size: how many microbatches to keep ready.
-            num_threads: how many microbatches to read at once.
+            data: source that is read from all threads at once.
+            buffer_size: microbatches that are kept ready.
+            num_threads: microbatches that are read at once.
 
         Raises:
             DataError: a number is below 1.
@@ -78,7 +78,7 @@ class Prefetcher:
         failure only the microbatches that are new to this host are read.
 
         Raises:
-            DataError: closed.
+            DataError: the prefetcher is closed.
         """
         with self._changed:
             self._check_open()
@@ -99,7 +99,7 @@ class Prefetcher:
         microbatch is read in the call, and not kept.
 
         Raises:
-            DataError: closed.
+            DataError: the prefetcher is closed.
             Exception: what the source raised for this microbatch, unchanged. The next `get` reads again.
         """
         key = (step, index, part)

@@ -44,11 +44,11 @@ class RandomAccessData:
         """Take the source's present length.
 
         Args:
-            source: its items are arrays, scalars or trees of them, all of one layout.
-            num_microbatches: in a step.
+            source: items are arrays, scalars or trees of these, all of one layout.
+            num_microbatches: microbatches of a step.
             microbatch_size: examples in a microbatch.
-            seed: of the shuffle, from 0 to 2**64 - 1.
-            shuffle: False: the source's own order in every epoch.
+            seed: seed of the shuffle, from 0 to 2**64 - 1.
+            shuffle: False: items come in the source's own order in every epoch.
 
         Raises:
             DataError: the source is empty, or has no length; a number is below 1, or not an integer.

@@ -39,8 +39,8 @@ def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.N
     Args:
         positions: integers in range(n), one-dimensional.
         n: length of the range, from 1 to 2**62.
-        seed: from 0 to 2**64 - 1.
-        epoch: from 0; each epoch has its own order.
+        seed: seed from 0 to 2**64 - 1.
+        epoch: number of the epoch, from 0; each epoch has its own order.
 
     Returns:
         int64, as many as there are positions. For all of range(n) together: each of range(n) once.

@@ -22,10 +22,10 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         group: what the check is about, such as "versions".
-        name: of the check, unique in its group.
-        verdict: how bad it is.
-        found: what was found, in a line.
-        remedy: what to do about it; empty if there is nothing to do.
+        name: name of the check, unique in its group.
+        verdict: how bad the finding is.
+        found: one line for people: what was found.
+        remedy: what to do about the finding; empty if there is nothing to do.
         figures: what was measured, by name, with the unit as its last word.
         details: longer text for a person who looks closer, such as a topology.
     """
@@ -62,8 +62,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """The results of all checks of one machine.
 
     Attributes:
-        platform: the devices that it was examined for, "cpu" or "gpu".
-        results: in the order of the checks.
+        platform: the devices that the machine was examined for, "cpu" or "gpu".
+        results: results in the order of the checks.
     """
 
     platform: str

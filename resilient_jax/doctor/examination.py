@@ -45,10 +45,8 @@ def examine(
     """Yield the result of each check, as soon as it is there. Close the iterator to end experiments early.
 
     Args:
-        platform: of the workers' devices.
-        inventory: the GPUs of this machine.
-        environment: that workers would inherit.
-        run_directory: where logs and compiled programs would go.
+        environment: environment that workers would inherit.
+        run_directory: folder where logs and compiled programs would go.
         has_experiments: whether experiments are made, too, which takes from ten seconds to some minutes.
     """
     requirements = importlib.metadata.requires("resilient_jax") or []

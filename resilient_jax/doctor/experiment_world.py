@@ -26,10 +26,11 @@ class ExperimentWorld:
     """The processes of one world, by their seats, and its service.
 
     Attributes:
-        processes: that are members.
-        kind: of the devices, as JAX names it.
-        devices: their ids for CUDA, one for each process that forms the world; on CPU any. Processes may share one.
-        num_seats: of the world.
+        processes: processes that are members.
+        kind: kind of the devices, as JAX names them.
+        devices: ids of the devices for CUDA, one for each process that forms the world; on CPU any. Processes may share
+            one.
+        num_seats: seats of the world.
     """
 
     def __init__(self, platform: Platform, devices: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -42,9 +42,9 @@ class Experiments:
     """Runs the experiments.
 
     Args:
-        platform: of the devices.
-        devices: the ids of those that may be used, one for each process; they may share one.
-        environment: that the processes inherit.
+        platform: platform of the devices.
+        devices: ids of the devices that may be used, one for each process; processes may share one.
+        environment: environment that the processes inherit.
     """
 
     def __init__(self, platform: Platform, devices: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -47,10 +47,10 @@ class GpuInventory(msgspec.Struct, frozen=True, kw_only=True):
     """What nvidia-smi said.
 
     Attributes:
-        gpus: that it listed.
-        topology: how they are linked, as nvidia-smi prints it.
-        error: why nothing could be read; empty if it could.
-        is_installed: whether there is a nvidia-smi.
+        gpus: GPUs that nvidia-smi listed.
+        topology: links of the GPUs, as nvidia-smi prints it.
+        error: why nothing could be read; empty if all could be read.
+        is_installed: whether the program nvidia-smi is there.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -92,7 +92,7 @@ def parse_gpu(line: str) -> Gpu:
     """Return the GPU of a line of `nvidia-smi --query-gpu --format=csv,noheader,nounits`.
 
     Raises:
-        ValueError: it has other fields.
+        ValueError: the line has other fields.
     """
     words = [word.strip() for word in line.split(",")]
     if len(words) != len(FIELDS):

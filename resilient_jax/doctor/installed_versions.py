@@ -35,9 +35,8 @@ def check_versions(
     """Return a result for each package.
 
     Args:
-        platform: of the workers' devices.
-        find_version: of a distribution.
-        requirements: of this package, as its metadata has them.
+        find_version: returns the version of a distribution.
+        requirements: requirements of this package, as its metadata has them.
     """
     results = [_make_result("python", python_platform.python_version())]
     results += [_check_package(name, find_version(name), requirements) for name in CHECKED_PACKAGES]

@@ -28,11 +28,11 @@ class LineProcess:
     """A child process; the kernel kills it when this process dies, and `end` does so before.
 
     Args:
-        module: that is run.
-        environment: of the process.
+        module: module that is run.
+        environment: environment of the process.
 
     Attributes:
-        num_read: how many of its lines were read.
+        num_read: number of the process's lines that were read.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class LineProcess:
         """Return the next line.
 
         Raises:
-            TimeoutError: there is none in time.
+            TimeoutError: no line came in time.
             ExperimentFailed: the process has ended.
         """
         assert self.process.stdout is not None, "started with a pipe"

@@ -20,7 +20,7 @@ def check_network(host: str) -> list[CheckResult]:
     """Return a result for each thing that a job needs.
 
     Args:
-        host: the name of this machine. Agents use addresses, but libraries resolve the name.
+        host: name of this machine. Agents use addresses, but libraries resolve the name.
     """
     return [
         check_loopback(),

@@ -33,8 +33,7 @@ def check_limits(platform: Platform, run_directory: Path) -> list[CheckResult]:
     """Return a result for each limit.
 
     Args:
-        platform: of the workers' devices.
-        run_directory: where logs and compiled programs would go.
+        run_directory: folder where logs and compiled programs would go.
     """
     limits = resource.getrlimit
     return [

@@ -31,9 +31,8 @@ def check_environment(
     """Return a result for each thing that a worker's environment decides.
 
     Args:
-        platform: of the workers' devices.
-        environment: that an agent would inherit from this process.
-        find_unknown_flags: asks XLA.
+        environment: environment that an agent would inherit from this process.
+        find_unknown_flags: asks XLA which flags it does not know.
     """
     return [
         _check_known_flags(environment, find_unknown_flags),

@@ -27,8 +27,6 @@ class Operands(NamedTuple):
     Attributes:
         sources: memory to read, `length` bytes each.
         destinations: memory to write, `length` bytes each.
-        source_addresses: the address of each source.
-        destination_addresses: the address of each destination.
         length: bytes of each buffer.
     """
 

@@ -39,8 +39,6 @@ class Checksum:
     """An algorithm and the function that computes it.
 
     Attributes:
-        name: the algorithm.
-        library: where the function comes from.
         compute: maps uint8[length] to a number below 2^32.
     """
 
@@ -53,7 +51,7 @@ def choose_checksum(requested: ChecksumName | None = None) -> Checksum:
     """Return the fastest of CRC32C from ISA-L, CRC32C from google-crc32c (which holds the GIL), CRC32 from zlib.
 
     Args:
-        requested: the algorithm of existing digests, if there are some.
+        requested: the algorithm of existing digests, if there are any; None: the fastest.
 
     Raises:
         KernelUnavailable: CRC32C is requested and no library has it.

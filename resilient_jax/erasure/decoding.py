@@ -17,8 +17,6 @@ def decode(
     `decode` trusts what is present; leave a shard with a bad checksum out.
 
     Args:
-        code: k and m.
-        kernel: computes the product.
         present: at least k shards by index, uint8[length] each.
         wanted: where to write which shard, by index, uint8[length] each; none of them is present.
 

@@ -12,8 +12,6 @@ def encode(code: ReedSolomon, kernel: Kernel, data: Sequence[Buffer], parity: Se
     """Write the parity of the data.
 
     Args:
-        code: k and m.
-        kernel: computes the product.
         data: k buffers, uint8[length] each. The caller pads shards of unequal size with zeros.
         parity: m writable buffers, uint8[length] each.
 

@@ -26,8 +26,7 @@ class Kernel(abc.ABC):
     """A way to multiply. A kernel has no visible state, so threads may share one, on destinations of their own.
 
     Attributes:
-        name: which of the kernels this is.
-        description: the library, version and device, for people.
+        description: library, version and device, for people.
     """
 
     name: KernelName

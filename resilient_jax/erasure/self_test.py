@@ -29,7 +29,7 @@ class SelfTest:
     """The extent of a self-test.
 
     Attributes:
-        duration_s: the time it took. Under 0.05 where the kernel has nothing to compile.
+        duration_s: seconds of the self-test, under 0.05 where the kernel has nothing to compile.
         columns: codewords compared with reedsolo.
     """
 

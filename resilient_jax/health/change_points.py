@@ -62,9 +62,9 @@ class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
     """What the newest value says.
 
     Attributes:
-        probability: that the series changed within the last `window` values, and not before the first.
-        length: the values since the most probable change.
-        mean: of these.
+        probability: chance that the series changed within the last `window` values, and not before the first.
+        length: values since the most probable change.
+        mean: mean of the values since the most probable change.
     """
 
     probability: float

@@ -25,9 +25,9 @@ class DeviceRatios(msgspec.Struct, frozen=True):
     """What the devices of a host take, over the median of its peers at the same time.
 
     Attributes:
-        compute: for a matrix product.
-        memory: for a pass over memory.
-        disk: for a read of the input's files; None: this host or its peers have none on a disk.
+        compute: ratio of a matrix product.
+        memory: ratio of a pass over memory.
+        disk: ratio of a read of the input's files; None: this host or its peers have none on a disk.
     """
 
     compute: float
@@ -41,10 +41,10 @@ def compare_devices(
     """Return what the devices of one host take over those of the others.
 
     Args:
-        host: its index.
+        host: index of the host.
         compute_s: seconds of a matrix product, by host.
         memory_s: seconds of a pass over memory, by host.
-        disk_s: seconds of a read of the input's files, by host; 0: it has none.
+        disk_s: seconds of a read of the input's files, by host; 0: the host has none.
     """
     compute, memory, disk = (
         seconds[host] / usual
@@ -59,9 +59,9 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
     """Return the finding, of the kind that the measurement shows; None: devices are sound, so it is measured once more.
 
     Args:
-        finding: about a host, from its steps.
-        ratios: of its devices.
-        num_unconfirmed: how many measurements in a row have shown nothing before this one.
+        finding: finding about a host, from the host's steps.
+        ratios: ratios of the host's devices.
+        num_unconfirmed: measurements in a row before this one that have shown nothing.
     """
     limit = _find_limit(finding)
     # A slow processor would slow down the microbatches themselves, too.
@@ -91,10 +91,10 @@ def name_slow_devices(
     """Return a confirmed finding with the devices of its host that are slower than its other ones, if any are.
 
     Args:
-        finding: about a host whose devices were measured.
-        compute_speeds: of each device, by its number, as a part of that of the host's fastest one, in a matrix product;
-            0: the host does not use it.
-        memory_speeds: the same in a pass over memory.
+        finding: finding about a host whose devices were measured.
+        compute_speeds: speed of each device by its number, in a matrix product, as a part of the speed of the host's
+            fastest device; 0: the host does not use the device.
+        memory_speeds: speeds in a pass over memory, as `compute_speeds`.
     """
     if finding.kind not in (FindingKind.COMPUTE, FindingKind.MEMORY):
         return finding
@@ -116,8 +116,8 @@ def is_confirmed_still(finding: Finding, ratios: DeviceRatios) -> bool:
     """Return whether devices alone say that a host that was found slow still is, whatever its work is now.
 
     Args:
-        finding: about a host, which a measurement has confirmed.
-        ratios: of its devices, now.
+        finding: finding about a host, which a measurement has confirmed.
+        ratios: ratios of the host's devices now.
     """
     return max(ratios.compute, ratios.memory) > _find_limit(finding)
 
@@ -132,11 +132,11 @@ def confirm_link(
     """Return the finding about links as one about the host whose link is slow; None: all links are alike, or unknown.
 
     Args:
-        finding: about the links, from reductions.
-        hosts: names, by index.
-        rounds: of the measurement, as `pair_hosts` returned them.
-        seconds: by host and round, what an exchange took.
-        before: the least that it took before.
+        finding: finding about links, from reductions.
+        hosts: names of hosts, by index.
+        rounds: rounds of the measurement, as `pair_hosts` returned them.
+        seconds: seconds of an exchange, by host and round.
+        before: the least seconds of an exchange before, by host and round.
     """
     slow = find_slow_link(rounds, seconds, before, max(MIN_LINK_RATIO, _find_limit(finding)))
     if slow is None:

@@ -36,8 +36,8 @@ class ConfirmedFindings:
     """The findings of a job, as measurements have confirmed them.
 
     Attributes:
-        reported: of open findings that were confirmed, what is reported.
-        carried: of these, the ones about work that a host no longer has: measurements of devices say when they end.
+        reported: what is reported of open findings that were confirmed.
+        carried: reported findings about work that a host no longer has: measurements of devices say when they end.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class ConfirmedFindings:
         """Take in what a measurement has shown.
 
         Args:
-            finding: that is open and not settled.
-            confirmed: as the measurement has confirmed it; None: it has not.
+            finding: finding that is open and not settled.
+            confirmed: the finding as the measurement has confirmed it; None: the measurement has not confirmed it.
         """
         reported = self.reported.get(finding)
         if confirmed is None or (reported is not None and reported.host != confirmed.host):
@@ -115,8 +115,7 @@ class ConfirmedFindings:
         measured: then nothing should be done about the first of them that happened to be confirmed.
 
         Args:
-            host: the host.
-            findings: all that are open.
+            findings: all open findings.
         """
         own = [finding for finding, reported in self.reported.items() if reported.host == host]
         if not all(map(self.is_settled, own)):

@@ -25,16 +25,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Something is slow.
 
     Attributes:
-        host: the host; "": the links between the hosts.
-        input_share: how much of the additional time are waits for data.
-        device: which of the host's replicas; None: the host as a whole.
-        device_speeds: (number, speed as a part of that of its fastest one) of each device of the host, as a measurement
-            has found; (): it found all alike.
-        slow_devices: the numbers of those that are slower than its other ones.
-        kind: what of it is slow.
-        factor: how many times as long it takes as predicted.
-        since_step: the first step of which that is true.
-        evidence: what was observed and expected, as a sentence.
+        host: "": the finding is about the links between the hosts.
+        input_share: part of the additional time that is spent in waits for data.
+        device: index of the host's replica; None: the host as a whole.
+        device_speeds: (number, speed as a part of the speed of the host's fastest device) of each device of the host,
+            as measured; (): all devices are alike.
+        slow_devices: numbers of devices that are slower than the host's other ones.
+        factor: observed time over predicted time.
+        since_step: first step in which the factor was seen.
+        evidence: what was observed and expected, in a sentence.
     """
 
     host: str

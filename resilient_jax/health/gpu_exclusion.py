@@ -18,9 +18,9 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     """That a host takes no part.
 
     Attributes:
-        reason: for people.
-        since_s: the monotonic time at which it was decided; distinguishes one exclusion from the next.
-        until_s: when its quarantine ends.
+        reason: text for people.
+        since_s: monotonic time of the decision; distinguishes one exclusion from the next.
+        until_s: monotonic time at which the quarantine ends.
         ends_worker: whether what the worker computes is lost or cannot be trusted.
     """
 
@@ -47,8 +47,8 @@ def judge_exclusion(
         last: the last exclusion, which may be over, or may have been ended by a person meanwhile.
         new: findings that were not there before.
         unfit: findings of the last readings because of which a GPU must not train.
-        now_s: the monotonic time.
-        quarantine_s: how long a host takes no part.
+        now_s: monotonic time.
+        quarantine_s: time for which a host takes no part.
     """
     failures = [finding for finding in new if finding.severity >= GpuSeverity.UNFIT]
     ends_worker = any(finding.severity is GpuSeverity.FAILED for finding in failures)

@@ -102,10 +102,9 @@ class GpuFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Something about one GPU.
 
     Attributes:
-        index: of the GPU among those that NVML lists.
-        gpu: the GPU, for people.
-        severity: how bad it is.
-        what: in a few words that stay the same while it lasts, such as "XID 79".
+        index: index of the GPU among those that NVML lists.
+        gpu: name of the GPU, for people.
+        what: a few words that stay the same while the trouble lasts, such as "XID 79".
         why: a sentence for people.
     """
 

@@ -46,12 +46,12 @@ class _Watched:
     """What is remembered of one GPU.
 
     Attributes:
-        label: the GPU, for people; kept from before it was lost.
-        uncorrected_ecc: the errors that are known; those of before the first reading count as known.
-        findings: that the last reading led to.
+        label: name of the GPU, for people; kept from before the GPU was lost.
+        uncorrected_ecc: errors that are known; those of before the first reading count as known.
+        findings: findings of the last reading.
         num_hot: readings in a row that were hot.
         num_cool: readings in a row that were not.
-        num_throttled: hot readings since it was told that the GPU is throttled; 0: it is not.
+        num_throttled: hot readings since the GPU was reported as throttled; 0: the GPU is not.
         throttling: the description of the last hot reading.
     """
 

@@ -7,17 +7,16 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU, read once.
 
     Attributes:
-        index: of the GPU among those that NVML lists; -1: NVML lists no such GPU.
-        uuid: as NVML writes it; empty if it cannot be read.
-        name: of the product; empty if it cannot be read.
-        temperature_c: of the GPU, in degrees Celsius.
-        clock_mhz: of its multiprocessors, now.
-        max_clock_mhz: the highest that this may be.
+        index: index of the GPU among those that NVML lists; -1: NVML lists no such GPU.
+        uuid: as NVML writes it; empty if NVML does not tell.
+        name: name of the product; empty if NVML does not tell.
+        temperature_c: degrees Celsius.
+        max_clock_mhz: the highest clock that the GPU may have.
         throttle_bits: why clocks are lower than they could be, as bits of `gpu_health.THROTTLE_REASONS`.
         uncorrected_ecc: uncorrected memory errors since the driver was loaded, or the GPU was reset.
-        is_page_pending: whether pages of its memory are retired by the next reset (before Ampere).
-        is_remap_pending: whether rows of its memory are replaced by the next reset (since Ampere).
-        has_remap_failed: whether a row of its memory could not be replaced, at any time.
+        is_page_pending: whether pages of the GPU's memory are retired by the next reset (before Ampere).
+        is_remap_pending: whether rows of the GPU's memory are replaced by the next reset (since Ampere).
+        has_remap_failed: whether a row of the GPU's memory could not be replaced, at any time.
         problem: why the GPU cannot be used; empty if NVML reaches it.
     """
 
@@ -46,8 +45,7 @@ class GpuXid(msgspec.Struct, frozen=True, kw_only=True):
     """An error that the driver reported of a GPU.
 
     Attributes:
-        index: of the GPU among those that NVML lists.
-        code: the number of the XID.
+        index: index of the GPU among those that NVML lists.
     """
 
     index: int

@@ -26,11 +26,11 @@ class SlowestLink(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: index of the host.
-        peer: index of the host at its other end; None: the host is slow with all that it was paired with.
+        peer: index of the host at the other end of the link; None: the host is slow with all that it was paired with.
         ratio: how many times as long an exchange takes as before.
-        usual: the median of that of others at the same time.
-        seconds: what the exchange took that `ratio` is of.
-        before_s: what it took before.
+        usual: median ratio of other links at the same time.
+        seconds: seconds of the exchange now.
+        before_s: seconds of the exchange before.
     """
 
     host: int
@@ -75,10 +75,10 @@ def find_slow_link(
     None: all are alike, or what one of them takes is unknown.
 
     Args:
-        rounds: as `pair_hosts` returned them.
-        seconds: by host and round, what an exchange took; 0: unknown.
-        before: the least that it took before; see `keep_fastest`.
-        min_ratio: see above.
+        rounds: rounds as `pair_hosts` returned them.
+        seconds: seconds of an exchange by host and round; 0: unknown.
+        before: least seconds of an exchange before, by host and round; see `keep_fastest`.
+        min_ratio: a link with a lesser ratio is not slow.
     """
     now_s, then_s = list_pair_seconds(rounds, seconds), list_pair_seconds(rounds, before)
     if not all(now_s.values()) or not all(then_s.values()):
@@ -108,8 +108,8 @@ def list_pair_seconds(
     The ends wait for each other. Whatever else one of them waited for is in its own time alone.
 
     Args:
-        rounds: as `pair_hosts` returned them.
-        seconds: by host and round, what an exchange took; 0: unknown.
+        rounds: rounds as `pair_hosts` returned them.
+        seconds: seconds of an exchange by host and round; 0: unknown.
 
     >>> list_pair_seconds(pair_hosts(2), [[0.5], [0.4]])
     {(0, 1): 0.4}
@@ -128,7 +128,7 @@ def keep_fastest(
 
     Args:
         known: the least of the measurements before; None: there was none.
-        seconds: of a further measurement of the same rounds.
+        seconds: seconds of a further measurement of the same rounds.
 
     >>> keep_fastest([[3.0, 0.0]], [[5.0, 2.0]])
     [[3.0, 2.0]]

@@ -64,9 +64,9 @@ class FindingClosed(msgspec.Struct, frozen=True):
     """Something is no longer slow, or gone.
 
     Attributes:
-        finding: as it was opened.
-        step: the step in which that was seen.
-        reason: why it is over.
+        finding: the finding as it was opened.
+        step: step in which the end was seen.
+        reason: text for people.
     """
 
     finding: Finding
@@ -81,10 +81,10 @@ class _Excess(msgspec.Struct, frozen=True):
     """What a suspicious step took.
 
     Attributes:
-        observed_s: in all.
-        predicted_s: by the fit.
-        excess_s: how much longer than its peers made likely.
-        input_s: how much longer than usual it waited for data.
+        observed_s: time of the whole step.
+        predicted_s: time predicted by the fit.
+        excess_s: time beyond what the peers made likely.
+        input_s: time beyond the usual wait for data.
     """
 
     observed_s: float
@@ -189,8 +189,7 @@ class HealthMonitor:
         """Take in a host's timing of a step; return what changed.
 
         Args:
-            host: the host.
-            timing: of any step; some may be missing.
+            timing: timing of any step; steps may be missing between two calls.
         """
         if host not in self._members or timing.step <= self._judged_step:
             return []

@@ -16,9 +16,9 @@ class StepPart(msgspec.Struct, frozen=True):
     """What a series is of: the microbatches of a replica, a host's update, or the links between hosts.
 
     Attributes:
-        host: the host; "": the links.
+        host: "": the links between hosts.
         name: "work" or "update"; of links, "reduction" or "mail".
-        slot: which of the host's replicas.
+        slot: index of the host's replica.
     """
 
     host: str
@@ -49,8 +49,8 @@ def list_samples(
     """Yield each part of a step with its samples, and how long it waited for data.
 
     Args:
-        told: by host.
-        are_all: these are all hosts; else the last one to come to the reduction is not known.
+        told: timings by host.
+        are_all: `told` has all hosts; else the last one to come to the reduction is not known.
     """
     for host, timing in told.items():
         if timing.is_disturbed:

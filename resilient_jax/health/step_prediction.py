@@ -15,8 +15,8 @@ class StepPath:
     """The graph of a step's tasks: what each host does in order, and what each task needs.
 
     Args:
-        orders: for each host its tasks in order, as `order_tasks` returns them.
-        routes: of the microbatches.
+        orders: tasks of each host in order, as `order_tasks` returns them.
+        routes: routes of the microbatches.
     """
 
     def __init__(self, orders: Mapping[HostName, Sequence[Task]], routes: Routes) -> None:

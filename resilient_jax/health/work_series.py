@@ -66,12 +66,12 @@ class SeriesState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratio: observed over predicted, over the median of peers.
-        typical_ratio: the median of these in the suspicious steps in a row, which one long step does not change; else
-            that of this step.
+        typical_ratio: the median ratio of the suspicious steps in a row, which one long step does not change; else the
+            ratio of this step.
         is_slow: the criteria are met.
         is_healthy: the ratio has been within 10 % for long enough.
-        streak: how many steps in a row are suspicious, `MAX_STREAK_SAMPLES` at most.
-        since_step: the first of these.
+        streak: suspicious steps in a row, `MAX_STREAK_SAMPLES` at most.
+        since_step: first of the suspicious steps in a row.
     """
 
     ratio: float
@@ -87,8 +87,8 @@ class WorkSeries:
 
     Attributes:
         model: the fit; None in the warm-up.
-        newest_ratio: of the last step; 1 in the warm-up.
-        steps_since_fit: how many steps were judged by the present fit.
+        newest_ratio: ratio of the last step; 1 in the warm-up.
+        steps_since_fit: steps that were judged by the present fit.
     """
 
     def __init__(self, rate: SuspicionRate) -> None:
@@ -123,7 +123,7 @@ class WorkSeries:
         """Return observed over predicted of a step that nothing disturbed; None, and learn from it, in the warm-up.
 
         Args:
-            samples: of the microbatches of this step, one at least.
+            samples: microbatches of this step, at least one.
         """
         model = self.model
         if model is None:
@@ -144,11 +144,11 @@ class WorkSeries:
         """Take in a step that was measured.
 
         Args:
-            step: its number.
             measured: observed over predicted.
-            usual: the median of that of its peers in this step; what is below 1 counts as 1.
-            samples: as measured.
-            is_found: it is known to be slow: then it learns from healthy steps alone, not from the best of the slow.
+            usual: median of what was measured of the peers in this step; what is below 1 counts as 1.
+            samples: the samples as measured.
+            is_found: the part is known to be slow: then the series learns from healthy steps alone, not from the best
+                of the slow.
         """
         assert self._detector is not None, "what is measured has a model"
         self.steps_since_fit += 1

@@ -19,9 +19,8 @@ class QuarantineHost:
     """Write a host's `QuarantineRecord` to the store, before the generation without it.
 
     Attributes:
-        host: the host.
-        reason: why, for people.
-        num_before: of a host that is slow, how often it was taken out before as a slow one: it lasts twice as long each
+        reason: text for people.
+        num_before: how often a slow host was taken out before as a slow one: the quarantine lasts twice as long each
             time. 0 for another cause.
     """
 
@@ -35,11 +34,12 @@ class QuarantineDevice:
     """Write a device's `DeviceQuarantineRecord` to the store: its host's agent starts the worker again without it.
 
     Attributes:
-        host: its host, which stays a member.
-        device: its number on that host, from 0.
-        uuid: of a GPU; empty: the number says which device is meant.
-        reason: why, for people.
-        num_before: how often it was taken out before as a slow one: it lasts twice as long each time.
+        host: host of the device; the host stays a member.
+        device: number of the device on its host, from 0.
+        uuid: id of a GPU; empty: the number says which device is meant.
+        reason: text for people.
+        num_before: how often the device was taken out before as a slow one: the quarantine lasts twice as long each
+            time.
     """
 
     host: HostName

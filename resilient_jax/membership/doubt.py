@@ -86,9 +86,8 @@ def doubt_parts(state: MembershipState, attempts: int, *, is_explained: bool) ->
     """Return whether parts may not fit together when a generation ends early.
 
     Args:
-        state: of the job.
-        attempts: how many have failed in a row although no host died, this one included.
-        is_explained: whether the end of the service explains this failure, as a death would.
+        attempts: attempts that have failed in a row although no host died, the present attempt included.
+        is_explained: whether the end of the service explains the failed attempt, as a death would.
     """
     generation = state.generation
     if attempts and not (is_explained or has_lost_service(state)):
@@ -106,8 +105,7 @@ def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Gene
     """Return the generation that says which states count no more; None: it says so already, or none is in doubt.
 
     Args:
-        state: of the job.
-        before: the number of the generation from which on states and snapshots are made from one that counts.
+        before: number of the generation from which on states and snapshots are made from one that counts.
     """
     generation, trusted = state.generation, find_trusted_step(state)
     if trusted is None or trusted == generation.trusted_step:

@@ -196,10 +196,8 @@ def is_joiner(generation: Generation, status: HostStatus, dropped: DroppedWorker
     """Return whether a host's worker is idle and not a member.
 
     Args:
-        generation: the present one.
-        status: of the host.
-        dropped: the worker of this host that was left out, if there is one: it may have been sent training by an order
-            that is newer than its report.
+        dropped: the worker of this host that was left out; None: none was. An order that is newer than the status may
+            have sent that worker training.
     """
     worker = status.worker
     if worker is None or not worker.is_alive or not is_idle(worker) or status.is_draining:

@@ -51,8 +51,7 @@ def estimate_rate(history: JobHistory, hosts: Collection[HostName], *, with_noti
     """Return the failures per second of these hosts, as long as they are members.
 
     Args:
-        history: of the job.
-        hosts: which. All those without a record are alike.
+        hosts: all hosts without a record are alike.
         with_notices: whether a host that leaves after a notice counts, too.
     """
     moments: dict[HostName, float] = {}
@@ -93,9 +92,7 @@ def expect_return_s(history: JobHistory, host: HostName, prior_s: float) -> floa
     """Return how long after its loss a host is expected to be ready to join again, in seconds.
 
     Args:
-        history: of the job.
-        host: that is away.
-        prior_s: what is expected where no host has come back yet.
+        prior_s: seconds that are expected where no host has come back yet.
     """
     cause = next((one.cause for one in history.away if one.host == host), None)
     own = [record for record in history.host_losses if record.host == host and record.num_returns]
@@ -128,9 +125,8 @@ def count_losses(
     """Return the history after members were lost, or left, at one moment; unchanged if there are none.
 
     Args:
-        history: before.
-        lost: of each host the cause.
-        number: of the generation without them.
+        history: history before the losses.
+        number: number of the generation without the lost hosts.
     """
     if not lost:
         return history

@@ -30,9 +30,8 @@ class Hang:
     """What hangs.
 
     Attributes:
-        evidence: for which the table of severities has an action.
         hosts: the hosts to act on; none if all have entered the same collective.
-        reason: what people read.
+        reason: text for people.
     """
 
     evidence: Evidence

@@ -15,8 +15,7 @@ class HostShares(NamedTuple):
     A host counts as a complete one while it is gone, or if its agent does not know how many devices it has.
 
     Attributes:
-        state: of the machine.
-        most: the devices of that host; 0: no agent knows.
+        most: devices of the host that has most; 0: no agent knows.
     """
 
     state: MembershipState

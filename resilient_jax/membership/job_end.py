@@ -52,9 +52,7 @@ def decide_to_end(state: MembershipState, waited_s: float, config: MembershipCon
     """Return how the job ends, all of whose members are idle and must leave; None: not yet.
 
     Args:
-        state: of the machine.
-        waited_s: since the last decision, in seconds.
-        config: of the machine.
+        waited_s: time since the last decision.
     """
     reports = [worker.report for worker in list_live_workers(state)]
     if all(report.is_done for report in reports):

@@ -24,10 +24,6 @@ def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus
 
     Of many hosts at once it is known by their number alone. With hosts that take their places the model is cut anew in
     any case.
-
-    Args:
-        kept: the members that are left.
-        joiners: hosts that join in this change.
     """
     parts = _list_newest_parts(kept)
     outlook = next((part.outlook for part in parts if part.outlook is not None), None)
@@ -52,7 +48,7 @@ def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
     """Return the hosts of replicas up to the generation that ends, oldest first; none where members have no parts.
 
     Args:
-        state: of the machine, with the members as they were when the generation formed, unless that has been noted.
+        state: has the members as they were when the generation formed, unless that has been noted.
     """
     generation = state.generation
     # In one that is aborted while it forms, blocks have not moved yet.
@@ -74,10 +70,8 @@ def note_stage_hosts(
     """Return the next generation with the order of the hosts of replicas, or with those from which it follows.
 
     Args:
-        state: of the machine, with the generation that ends.
-        formed: the next one.
-        decision: about the change.
-        kept: the members that are left.
+        state: has the generation that ends.
+        formed: the next generation.
     """
     stage_hosts = _list_stage_hosts(state.generation, formed, decision)
     order = list_order(state.generation, kept)

@@ -21,9 +21,8 @@ def have_last_copy(state: MembershipState, generation: Generation, members: Iter
     """Return whether the state is on these members alone: they have it, and no snapshot of it can be rebuilt.
 
     Args:
-        state: of the machine.
-        generation: the present one, or the next, which says which states are in doubt.
-        members: whose workers live.
+        generation: the present generation, or the next, which says which states are in doubt.
+        members: members whose workers live.
     """
     hosts = [state.hosts[member.host] for member in members if member.host in state.hosts]
     return have_state(generation, hosts) and find_snapshot(state) is None
@@ -35,9 +34,8 @@ def is_needed_by_others(
     """Return whether some of the members are not to go: what they have is on none of the others, and in no snapshot.
 
     Args:
-        state: of the machine.
-        members: whose workers live.
-        leaving: the hosts of those that would go.
+        members: members whose workers live.
+        leaving: hosts of the members that would go.
     """
     gone = set(leaving)
     if not gone:
@@ -53,11 +51,10 @@ def find_suspect(state: MembershipState, min_hosts: int) -> tuple[HostName | Non
     be lost is spared, and the next one goes in its place, or a member that has reported none.
 
     Args:
-        state: of the machine, whose members are idle.
-        min_hosts: of the job.
+        state: the members of the state are idle.
 
     Returns:
-        None for the first: no host can be spared. None for the second: it is no last holder.
+        None for the first: no host can be spared. None for the second: the host is no last holder.
     """
     generation = state.generation
     here = [host for host in generation.suspects if host in state.hosts]

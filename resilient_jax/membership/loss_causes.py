@@ -14,8 +14,7 @@ def find_loss_causes(state: MembershipState, lost: Iterable[HostName]) -> dict[H
     """Return the cause of each loss; without hosts whose worker was started again because a device is back.
 
     Args:
-        state: of the machine, whose generation has the lost hosts as members.
-        lost: the hosts.
+        state: the generation of the state has the lost hosts as members.
     """
     causes = {host: _find_cause(state, host) for host in lost}
     return {host: cause for host, cause in causes.items() if cause is not None}

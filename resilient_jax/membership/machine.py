@@ -84,8 +84,7 @@ class MembershipMachine:
         """Take in one event; return the shell's commands, in order.
 
         Args:
-            event: the event.
-            now: the monotonic time in seconds.
+            now: monotonic time in seconds.
         """
         self._take_in(event)
         waited_s = now - self._state.phase_since_s

@@ -38,11 +38,10 @@ def expect_members(
     stay lack a part: then all read a snapshot, which is taken at the boundary.
 
     Args:
-        state: of the machine, whose members train, as it is about to be.
-        kept: the members that stay.
-        speeds: by which layers are divided then.
-        config: of the machine.
-        copy_timeout_s: after so long the members pause, whether all have their copies or not.
+        state: the state as it is about to be; its members train.
+        kept: members that stay.
+        speeds: speeds by which layers are divided after the change.
+        copy_timeout_s: after this time the members pause, whether all have their copies or not.
     """
     # Those that leave, too: all members have to hold the pause, or none.
     workers = [find_worker(state, member) for member in state.generation.members]
@@ -66,21 +65,15 @@ def limit_notice_copies_s(state: MembershipState, now: float, config: Membership
     """Return how long blocks may be copied so that a host which got a notice is there to the end; 0: there is no time.
 
     Args:
-        state: of the machine, whose members train.
-        now: the monotonic time in seconds.
-        config: of the machine.
+        state: the members of the state train.
+        now: monotonic time in seconds.
     """
     left_s = config.notice_s - NOTICE_STEPS * bound_step_s(state, now)
     return min(left_s, LEAVING_COPY_TIMEOUT_S) if left_s >= MIN_NOTICE_COPY_S else 0.0
 
 
 def is_wait_too_long_for(state: MembershipState, host: HostName) -> bool:
-    """Return whether a member, in a pause that waits for copies, must leave before: by a notice or quarantine since.
-
-    Args:
-        state: of the machine.
-        host: of the member.
-    """
+    """Return whether a member, in a pause that waits for copies, must leave before: by a notice or quarantine since."""
     members, status = state.generation.next_members, state.hosts.get(host)
     if members is None or status is None:
         return False

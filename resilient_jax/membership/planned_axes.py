@@ -28,10 +28,6 @@ def find_plan_change(
 
     It is a change from all that were in the newest generation that a member has entered, however some were lost. A host
     that joins is in the place of one of its group.
-
-    Args:
-        kept: the members that are left.
-        joiners: hosts that join in this change.
     """
     joining = {status.host for status in joiners}
     present = joining.union(status.host for status in kept)
@@ -111,14 +107,7 @@ def list_axes(
     kept: Collection[HostStatus],
     joiners: Collection[HostStatus],
 ) -> PlanAxes:
-    """Return the axes of the next generation; empty: those of the best plan for its hosts, whichever these are.
-
-    Args:
-        before: the present generation.
-        decision: the last one.
-        kept: the members that stay.
-        joiners: the hosts that join.
-    """
+    """Return the axes of the next generation; empty: those of the best plan for its hosts, whichever these are."""
     if decision is not None and decision.plan_axes and find_decided_number(decision) == before.number:
         members = {*(member.host for member in before.members), *decision.joining}
         # Until the boundary others may have come or gone.
@@ -136,12 +125,7 @@ def _find_next_axes(before: Generation, outlook: PlanOutlook, change: PlanChange
 
 
 def find_constants(before: Generation, kept: Collection[HostStatus]) -> PlanConstants:
-    """Return the constants of the cost model by which the next generation plans: those fitted to the most plans.
-
-    Args:
-        before: the present generation.
-        kept: the members that stay.
-    """
+    """Return the constants of the cost model by which the next generation plans: those fitted to the most plans."""
     found = max(_list_outlooks(kept), key=lambda outlook: outlook.num_measured, default=None)
     return found.fitted if found is not None and found.fitted else before.plan_constants
 

@@ -40,10 +40,9 @@ def plan_change(
     """Return the next number, in PAUSE, or the present one with a decision to wait; None if nothing changes.
 
     Args:
-        state: of the machine, whose members train.
-        joiners: hosts that are ready, no more than there are places.
-        now: the monotonic time in seconds.
-        config: of the machine.
+        state: the members of the state train.
+        joiners: ready hosts, no more than there are places.
+        now: monotonic time in seconds.
     """
     generation = state.generation
     decision, reason = generation.decision, _find_reason_to_change(state, now)
@@ -71,7 +70,7 @@ def decide_in_pause(state: MembershipState) -> Generation | None:
     must leave before they are made; None: nothing is decided yet.
 
     Args:
-        state: of the machine, whose generation is in PAUSE.
+        state: the generation of the state is in PAUSE.
     """
     generation = state.generation
     limits = [

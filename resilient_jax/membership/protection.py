@@ -21,8 +21,8 @@ def choose_protection(before: Generation, formed: Generation, snapshot: Snapshot
 
     Args:
         before: the record that the generation was formed from, with the step that members resumed from before.
-        formed: the generation, with its history and how many losses its state stands.
-        snapshot: the newest that can be rebuilt.
+        formed: has its history, and how many losses its state stands.
+        snapshot: newest snapshot that can be rebuilt; None: there is none.
     """
     # Of the generation before, or of all that it has committed.
     is_recent = snapshot is not None and (snapshot.id.step > before.step or snapshot.id.step >= formed.step)

@@ -42,7 +42,7 @@ class Separation:
     """Members that cannot reach each other, and what follows.
 
     Attributes:
-        out: the hosts to take out, by name; none: it costs too much.
+        out: the hosts to take out, by name; none: taking a host out costs too much.
         reason: which members cannot reach each other, and what follows, for people.
     """
 

@@ -69,12 +69,8 @@ def decide_after_loss(
     """Return how these hosts go on, which are enough by the rules; None while a wait that was decided lasts.
 
     Args:
-        state: of the machine.
-        kept: members that stay.
-        joiners: hosts that join.
-        origin: of the state that they resume from.
-        now: the monotonic time in seconds.
-        config: of the machine.
+        origin: origin of the state that the hosts resume from.
+        now: monotonic time in seconds.
     """
     generation, present = state.generation, [*kept, *joiners]
     places = count_places(state, present, config.num_hosts)
@@ -192,10 +188,9 @@ def decide_admission(
     """Return whether hosts that are ready join others that train; None while a wait that was decided lasts.
 
     Args:
-        state: of the machine, whose members train.
-        joining: the hosts, no more than there are places.
-        now: the monotonic time in seconds.
-        config: of the machine.
+        state: the members of the state train.
+        joining: hosts that are ready, no more than there are places.
+        now: monotonic time in seconds.
     """
     generation = state.generation
     staying = list_staying(state)

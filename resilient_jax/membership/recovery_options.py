@@ -42,20 +42,20 @@ class Loss:
     Attributes:
         places: the hosts that the job has at most.
         ready: the hosts that can go on now.
-        num_seated: those of them that were no members before.
-        num_cold: those of these that have loaded no programs, for which all would wait in a new world.
-        cold_join_because: why they cannot prepare in a seat of the new world and join then; empty if they can.
-        num_lost: others that were lost at one moment, as they were before.
+        num_seated: ready hosts that were no members before.
+        num_cold: seated hosts that have loaded no programs, for which all would wait in a new world.
+        cold_join_because: why cold hosts cannot prepare in a seat of the new world and join then; empty if they can.
+        num_lost: hosts lost at one moment, counted as they were before.
         awaited: the hosts that are expected back, the soonest first.
-        new_world_because: why those that are ready cannot go on in their world; empty if they can.
-        can_join_in_place: whether those that come later will have seats in it.
+        new_world_because: why the ready hosts cannot go on in their world; empty if they can.
+        can_join_in_place: whether hosts that come later will have seats in the world of the ready ones.
         needs_restore: whether no host has the newest state, only a snapshot or a checkpoint.
-        may_wait: whether it may be waited; the rules allow it once in a change.
-        stage: what the loss makes of a pipeline, if that is known.
-        plan: what the loss makes of planned axes, if that is known.
+        may_wait: whether the job may wait; the rules allow it once in a change.
+        stage: what the loss makes of a pipeline; None: unknown.
+        plan: what the loss makes of planned axes; None: unknown.
         has_new_axes: whether the best axes for the hosts that are left are others than the job has.
-        stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: it is not awaited, or
-            there are several, whose stages are kept until their blocks are copied.
+        stage_return_s: until the one host of `stage` is expected to be ready, in seconds; None: that host is not
+            awaited, or there are several lost hosts, whose stages are kept until their blocks are copied.
     """
 
     places: float
@@ -85,15 +85,15 @@ class Admission:
     """Hosts are ready to join while others train.
 
     Attributes:
-        places: how many hosts the job has at most.
+        places: hosts that the job has at most.
         training: the hosts that train.
         joining: the hosts that are ready to join.
         awaited: the other hosts that are expected back, the soonest first.
-        new_world_because: why those that are ready cannot join in place; empty if they can.
+        new_world_because: why the ready hosts cannot join in place; empty if they can.
         is_last_copy: whether the next loss may be that of the state.
-        has_stage: whether the stage of one that is ready was kept for it.
-        before: what was chosen for the same hosts before; None: nothing.
-        plan: what the change makes of planned axes, if that is known.
+        has_stage: whether the stage of a ready host was kept for it.
+        before: what was chosen for the same hosts before; None: nothing was.
+        plan: what the change makes of planned axes; None: unknown.
         has_new_axes: whether the best axes with the hosts that join are others than the job has.
     """
 
@@ -119,9 +119,8 @@ class Prices:
     """What the options of a job cost.
 
     Attributes:
-        seconds: of each change: the job's own measurement, or the prior.
-        next_failure_s: the expected time to the next failure.
-        joiner_losses: how often hosts that join now are expected to be lost, or to leave, until then.
+        seconds: seconds by change: the job's own measurement, or the prior.
+        joiner_losses: how often hosts that join now are expected to be lost, or to leave, until the next failure.
     """
 
     seconds: Mapping[TimedChange, float]
@@ -133,9 +132,8 @@ def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collect
     """Return the prices for a job, from its history.
 
     Args:
-        history: of the job.
-        hosts: that train from then on, those that join included.
-        joining: the hosts that join.
+        hosts: hosts that train from the change on, those that join included.
+        joining: hosts that join.
     """
     measured = {time.change: time.typical_s for time in history.times}
     next_failure_s = 1 / estimate_rate(history, hosts)

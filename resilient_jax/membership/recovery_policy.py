@@ -60,12 +60,12 @@ class Choice:
     """What the policy has chosen.
 
     Attributes:
-        action: of the first option.
-        reason: in a sentence.
-        options: all of them, the chosen one first, then by score.
-        next_failure_s: the expected time to the next failure.
-        wait_s: how long is waited, or a stage or axes are kept, at most; 0: the action is carried out.
-        num_awaited: for how many of the hosts that are expected back, the first ones.
+        action: action of the first option.
+        reason: one sentence for people.
+        options: all options, the chosen one first, then by score.
+        next_failure_s: expected time to the next failure.
+        wait_s: the longest time for which the job waits, or keeps a stage or axes; 0: the action is carried out.
+        num_awaited: number of hosts waited for: the first ones of those expected back.
     """
 
     action: RecoveryAction
@@ -204,11 +204,8 @@ def make_choice(
     """Return the choice of an option, with the reason: what the next best one would lose or save.
 
     Args:
-        chosen: the action.
-        usual: the one from which it takes more than noise to change.
-        options: all of them.
-        prices: by which they were scored.
-        wait_s: see `Choice`.
+        usual: the action from which it takes more than noise to change.
+        wait_s: as in `Choice`.
         new_world_because: why these hosts cannot go on in their world; empty if they can.
     """
     ordered = sorted(

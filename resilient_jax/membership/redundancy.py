@@ -75,10 +75,11 @@ class _HostShare(msgspec.Struct, frozen=True):
     """What one host has of the state: its snapshots, and after how many steps it has a complete copy, or a part.
 
     Attributes:
-        step: of the copy or part; None: it has neither.
-        part: which; None: it has all of it, or nothing.
-        snapshots: that its server reports.
-        is_replaced: whether its worker is ended, and so its copy or part lost, with the loss of any other member.
+        step: steps of the copy or part; None: the host has neither.
+        part: the part; None: the host has the whole state, or nothing.
+        snapshots: snapshots that the host's server reports.
+        is_replaced: whether the host's worker is ended, and so its copy or part lost, with the loss of any other
+            member.
     """
 
     step: int | None = None

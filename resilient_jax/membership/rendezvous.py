@@ -37,12 +37,9 @@ def decide_to_wait(
     """Decide whether to go on with these hosts or to wait; end the job if too few have been ready for too long.
 
     Args:
-        state: of the machine.
-        kept: members that stay.
-        joiners: hosts that join, no more than there are places.
-        waited_s: since all members are idle, or since the job began.
-        origin: of the state that these hosts resume from.
-        config: of the machine.
+        joiners: joining hosts, no more than there are places.
+        waited_s: time since all members are idle, or since the job began.
+        origin: origin of the state that these hosts resume from.
     """
     # Who comes to members that go on without a service joins after their step.
     is_awaited = has_service(state) or not can_go_on_by_mail(state, kept, joiners, origin)

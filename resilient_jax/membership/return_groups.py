@@ -21,9 +21,9 @@ class ReturnGroup(NamedTuple):
     """Hosts that are expected back about the same time.
 
     Attributes:
-        return_s: when the last of them is.
-        num_hosts: how many hosts are back until then.
-        hosts: the same by their devices: one with half of them is half a host.
+        return_s: time until the last host of the group is back.
+        num_hosts: hosts that are back by then, earlier groups included.
+        hosts: the same hosts counted by their devices: a host with half of them is half a host.
     """
 
     return_s: float
@@ -57,10 +57,10 @@ def list_phases(
 
     Args:
         first: the pause, and the speed after it.
-        ready: the hosts that train then, by their devices; those that come back are counted from here.
-        later: the hosts that come back, from the moment of the choice.
+        ready: hosts that train after the choice, by their devices; those that come back are counted from here.
+        later: groups of hosts that come back, timed from the moment of the choice.
         join_s: the pause of each join.
-        places: of the job.
+        places: places of the job.
     """
     phases, now_s = [first], first.pause_s + (first.training_s or 0.0)
     for group in later:

@@ -93,8 +93,7 @@ def choose_action(evidence: Evidence, num_before: int, settings: Mapping[Tries, 
     """Return what to do about something that was seen.
 
     Args:
-        evidence: what was seen.
-        num_before: how often it was acted on already, without success.
+        num_before: how often the evidence was acted on already, without success.
         settings: the numbers of tries that are settings.
     """
     levels = ESCALATIONS[evidence]

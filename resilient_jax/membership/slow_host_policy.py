@@ -24,17 +24,16 @@ class SlowTraining:
     """Hosts train, and slow ones among them, or a division of layers by speeds of the past, cost them time.
 
     Attributes:
-        places: how many hosts the job has at most.
+        places: hosts that the job has at most.
         training: the hosts that train; as `places` counted by their devices (`host_shares`).
         slowdown: what is slow, and what each action makes of it.
-        has_spare: whether a host is ready to take the place of the slow one.
-        is_spare_in_place: whether it has a seat of their world.
+        is_spare_in_place: whether the spare has a seat of the world of those that train.
         can_stay_in_place: whether all hosts that train can go on in their world.
-        can_shrink_in_place: whether they can without the slow one.
+        can_shrink_in_place: whether they can go on in their world without the slow host.
         needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
         refusal: why no host may be taken out now; empty: one may.
-        refusal_without: why the others may not go on with a host less; empty: they may.
-        refusal_fewer_devices: why its worker may not be started again on fewer devices; empty: it may.
+        refusal_without: why the other hosts may not go on without the slow host; empty: they may.
+        refusal_fewer_devices: why the worker of the slow host may not be started again on fewer devices; empty: it may.
         can_return_in_place: whether the worker that is started again will have a seat in their world.
     """
 
@@ -59,8 +58,8 @@ def count_standby_devices(slowdown: Slowdown, num_standby: int) -> Slowdown:
     host is as fast as a sound host in its place would be.
 
     Args:
-        slowdown: as it was estimated.
-        num_standby: sound devices of the slowest host that its worker does not use.
+        slowdown: slowdown as a worker has estimated it.
+        num_standby: sound devices of the slowest host that the host's worker does not use.
     """
     slow = slowdown.slow_devices
     if not slow or num_standby < len(slow) or slowdown.replaced <= slowdown.fewer_devices:

@@ -55,8 +55,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
     """Return the next number, in PAUSE, or the present one with a decision to keep all hosts; None: nothing is new.
 
     Args:
-        state: of the machine, whose members train.
-        config: of the machine.
+        state: the members of the state train.
     """
     generation, decision = state.generation, decide_for_slow_host(state, config)
     if decision is None:
@@ -94,8 +93,7 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
     its worker again without devices that were taken out.
 
     Args:
-        state: of the machine, whose members train.
-        config: of the machine.
+        state: the members of the state train.
     """
     generation, report = state.generation, _get_report(state)
     slowdown = report.slowdown
@@ -152,8 +150,7 @@ def list_new_quarantines(state: MembershipState, slowness: SlownessRecord) -> li
     """Return the devices that are taken out by a decision which is new in the record.
 
     Args:
-        state: of the machine, before the record.
-        slowness: the record.
+        state: the state before the record.
     """
     before, decision = state.generation.slowness, slowness.decision
     if decision is None or decision == before.decision or not decision.devices:
@@ -179,8 +176,8 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
     could not be taken out again. A worker that is no member any more is not about to be started again.
 
     Args:
-        generation: that forms.
-        quarantined: the hosts in quarantine.
+        generation: the generation that forms.
+        quarantined: hosts in quarantine.
     """
     slowness, taken_out = generation.slowness, generation.taken_out
     if (
@@ -238,8 +235,7 @@ def _is_spare_coming(without: MembershipState, rest: list[HostStatus], config: M
 
     Args:
         without: the state as if the slow host were taken out.
-        rest: the members without it.
-        config: of the machine.
+        rest: members without the slow host.
     """
     preparing = [
         status

@@ -54,9 +54,8 @@ def count_places(state: MembershipState, ready: Iterable[HostStatus], num_hosts:
     """Return how many hosts may be members: as many as there are, or ever were at once, that are no spares.
 
     Args:
-        state: of the machine.
         ready: the members that stay, and the hosts that are ready to join.
-        num_hosts: that the job was started for, without spares.
+        num_hosts: hosts that the job was started for, without spares.
     """
     return max(state.generation.max_members, num_hosts, sum(not status.is_spare for status in ready))
 
@@ -181,14 +180,7 @@ def choose_joiners(
 def explain_cold_join(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus], config: MembershipConfig
 ) -> str:
-    """Return why hosts that have loaded no programs join in a new world all the same; empty if others go on without.
-
-    Args:
-        state: of the machine.
-        kept: members that stay.
-        joiners: hosts that join.
-        config: of the machine.
-    """
+    """Return why hosts that have loaded no programs join in a new world all the same; empty if others go on without."""
     warm = [status for status in joiners if not is_cold(status)]
     if not config.spare_seats:
         return "a new world has no spare seats"

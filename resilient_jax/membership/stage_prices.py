@@ -21,9 +21,8 @@ def price_cut(stage: StageLoss, present: float, seconds: Mapping[TimedChange, fl
     """Return what follows if the model is cut anew at once.
 
     Args:
-        stage: what the loss makes of the pipeline.
-        present: the speed before the loss, as a part of that of all the job's hosts.
-        seconds: of each change.
+        present: the speed before the loss, as a part of the speed of all hosts of the job.
+        seconds: how long each change takes.
     """
     return Phase(pause_s=_find_pause_s(seconds) + stage.move_s, speed=present * stage.cut)
 

@@ -200,8 +200,7 @@ class MembershipTally:
         Wrong only in one direction: False means that they decide nothing as long as these hosts and counts stay.
 
         Args:
-            waited_s: since the last decision, in seconds.
-            config: of the machine.
+            waited_s: time since the last decision.
         """
         if self.is_over():
             return True

@@ -43,10 +43,10 @@ class StateOrigin:
     """The state that the next generation resumes from, and where it is.
 
     Attributes:
-        step: of the state; 0 if there is none.
-        sources: all members that have the complete state.
-        part_holders: the members that have it together, each a part.
-        snapshot: that has the state, if the members have it not; with parts, the one to go back to.
+        step: steps of the state; 0 if there is none.
+        sources: members that have the complete state.
+        part_holders: members that have the state together, each a part.
+        snapshot: snapshot that has the state, if the members do not have it; with parts, the snapshot to go back to.
     """
 
     step: int = 0
@@ -165,17 +165,15 @@ def form_next_generation(
     """Build the next generation.
 
     Args:
-        state: of the machine.
-        kept: members that continue.
-        joiners: hosts that join.
-        origin: of the state.
-        state_loss: of the job's state, if it was just found out.
-        spare_seats: of a new world; 0 for a host that no other can join, whose devices then need no network
+        kept: members that go on.
+        state_loss: loss of the job's state, if it was just found out; None: no loss.
+        spare_seats: spare seats of a new world; 0 for a host that no other can join, whose devices then need no network
             between them.
-        renews_world: whether they form a new world also if they could go on in place, so that others find seats in it.
+        renews_world: whether the hosts form a new world also if they could go on in place, so that others find seats in
+            it.
 
     Returns:
-        The generation, or the service that must run before it.
+        The generation, or the service that must run before the generation.
     """
     generation = state.generation
     if is_in_place(state, kept, joiners, origin) and not renews_world:

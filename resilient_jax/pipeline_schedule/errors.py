@@ -11,7 +11,7 @@ class HoldersLost(OperatorError):
     """No living host has the state of some blocks: restore it on a host, then reroute with that host as a holder.
 
     Attributes:
-        blocks: the blocks, ascending.
+        blocks: numbers of the blocks, ascending.
     """
 
     exit_code = ExitCode.STATE_LOST

@@ -23,10 +23,7 @@ class MachineClass(msgspec.Struct, frozen=True, kw_only=True):
     """Equal machines.
 
     Attributes:
-        count: number of machines.
         start_s: time when a machine begins its first task.
-        task_s: time of a task.
-        max_tasks: the most tasks of a machine.
     """
 
     count: int
@@ -75,7 +72,6 @@ def assign_tasks(tasks: int, machines: Sequence[MachineClass]) -> TaskAssignment
 
     Args:
         tasks: number of tasks; the machines' limits must allow them.
-        machines: the classes of machines.
 
     >>> assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)])
     TaskAssignment(makespan_s=9, task_counts=(((8, 9), (23, 8)),))

@@ -42,9 +42,8 @@ class Resend(msgspec.Struct, frozen=True, order=True):
     """A value that its sender has computed, and that its receiver still needs.
 
     Attributes:
-        boundary: which value.
-        sender: the host that has it in its log.
-        receiver: the host that needs it; may be the sender.
+        sender: the host that has the value in its log.
+        receiver: the host that needs the value; may be the sender.
     """
 
     boundary: Boundary
@@ -56,8 +55,7 @@ class Rerouting(msgspec.Struct, frozen=True):
     """How a step goes on without its dead hosts.
 
     Attributes:
-        routes: the new routes.
-        done: the finished tasks that count, those of living hosts.
+        done: finished tasks that count: tasks of living hosts.
     """
 
     routes: Routes
@@ -77,14 +75,12 @@ def reroute(
     """Return the routes with every hop on a living host.
 
     Args:
-        routes: of the step until now.
-        done: finished tasks; those of dead hosts do not count.
-        holders: of each block.
+        routes: routes of the step until now.
+        done: finished tasks; tasks of dead hosts do not count.
         dead: hosts that compute nothing any more.
-        schedule: which tasks a hop has.
-        seconds: of a block's task on a host.
-        emptied: living hosts that have nothing of the step any more, such as one that was started again: their hops
-            are redone as those of the dead, and may go to them.
+        seconds: duration of a block's task on a host.
+        emptied: living hosts that have nothing of the step any more, such as one that was started again: hops of these
+            hosts are redone as hops of dead hosts, and may go to these hosts.
 
     Raises:
         HoldersLost: a block has no living holder.
@@ -111,7 +107,7 @@ def find_living_holders(
     """Return the living hosts that have the state of each block.
 
     Raises:
-        HoldersLost: a block has none; names all such blocks.
+        HoldersLost: a block has no living holder; names all such blocks.
     """
     living = tuple(frozenset(hosts).difference(dead) for hosts in holders)
     lost = tuple(block for block, hosts in enumerate(living) if not hosts)
@@ -129,7 +125,6 @@ def find_resends(routes: Routes, done: Collection[Task]) -> dict[Task, Resend]:
     """Return what finished tasks have sent and no finished task has used, by the task that has sent it.
 
     Args:
-        routes: of the step.
         done: finished tasks of hops of these routes.
     """
     found: dict[Task, Resend] = {}

@@ -21,9 +21,7 @@ class Hop(msgspec.Struct, frozen=True, order=True):
     """A range of blocks that a host computes for a microbatch, as one task.
 
     Attributes:
-        host: the host.
-        first_block: its first block.
-        end_block: one past its last block.
+        end_block: one past the last block of the hop.
 
     Raises:
         RouteError: the range is empty or begins below 0.
@@ -50,8 +48,8 @@ class Route(msgspec.Struct, frozen=True, order=True):
     """The hops of one microbatch: every block exactly once, in order.
 
     Attributes:
-        microbatch: its index in the step.
-        hops: from the first block to the last. A host may have several.
+        microbatch: index of the microbatch in the step.
+        hops: hops from the first block to the last. A host may have several.
 
     Raises:
         RouteError: there is no hop, or a hop does not begin where the one before ends.
@@ -102,8 +100,8 @@ def make_routes(teams: Sequence[Team], quotas: Sequence[int]) -> Routes:
     """Return the routes of a step: runs of microbatches, in order, to each team.
 
     Args:
-        teams: replicas; they may differ in hosts, number of hosts and cuts.
-        quotas: number of microbatches of each team.
+        teams: replicas, which may differ in hosts, number of hosts and cuts.
+        quotas: microbatches of each team.
 
     Raises:
         RouteError: there are not as many quotas as teams, one is negative, or the teams differ in their number of

@@ -20,7 +20,7 @@ class TaskGraph:
     """The graph of a step that is done in part.
 
     Attributes:
-        finished: the finished tasks, sorted.
+        finished: finished tasks, sorted.
         summed: the hops, with their microbatch, that have their weight gradients and run the tasks before again, for a
             value that its sender no longer has.
         needs: for each unfinished task the tasks that it needs, finished ones, too; without those whose value has
@@ -76,7 +76,7 @@ def validate_done(done: frozenset[Task], tasks: frozenset[Task], schedule: Pipel
     """Check that finished tasks are tasks of the step, and that no backward pass is without its forward pass.
 
     Raises:
-        RouteError: names the first task that is not so.
+        RouteError: a task is not so; names the first.
     """
     for task in sorted(done):
         if task not in tasks:

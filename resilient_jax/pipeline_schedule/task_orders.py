@@ -65,13 +65,13 @@ def order_tasks(
     """Return the order of each host's tasks; the same on every host, from the same arguments.
 
     Args:
-        routes: of all microbatches of the step.
-        seconds: of a block's task on a host.
-        schedule: which tasks there are, and when weight gradients are computed.
+        routes: routes of all microbatches of the step.
+        seconds: duration of a block's task on a host.
+        schedule: says which tasks there are, and when weight gradients are computed.
         done: finished tasks, of hops of these routes.
         arrived: values that the hop that needs them has, whatever became of their sender: nothing waits for them. Each
             host must pass the same.
-        transfer_s: time between two hosts; None: none.
+        transfer_s: time between two hosts; None: transfers take no time.
         extra_in_flight: how many microbatches more than by rule 2 a host may have in memory. Where hosts have work of
             unequal pipelines, as after rerouting, one or two make a step shorter.
 

@@ -56,9 +56,7 @@ class Task(msgspec.Struct, frozen=True, order=True):
     """One computation of a host.
 
     Attributes:
-        kind: what is computed.
-        microbatch: its index in the step.
-        hop: host and blocks.
+        microbatch: index of the microbatch in the step.
     """
 
     kind: TaskKind
@@ -79,8 +77,7 @@ class Boundary(msgspec.Struct, frozen=True, order=True):
     """A value of a microbatch at the boundary before a block; a key in mailboxes and logs.
 
     Attributes:
-        kind: which of the two values.
-        microbatch: its index in the step.
+        microbatch: index of the microbatch in the step.
         block: the first block after the boundary; never 0.
     """
 
@@ -114,8 +111,7 @@ def find_input(task: Task, num_blocks: int) -> Boundary | None:
     The first hop has its microbatch from the data, the last begins the backward pass with the gradient of the loss, 1.
 
     Args:
-        task: any task.
-        num_blocks: of the model.
+        num_blocks: blocks of the whole model.
     """
     return _find_crossing(task, task.hop.first_block, task.hop.end_block, num_blocks)
 
@@ -124,8 +120,7 @@ def find_output(task: Task, num_blocks: int) -> Boundary | None:
     """Return the value that the task sends to another hop; None if it sends none.
 
     Args:
-        task: any task.
-        num_blocks: of the model.
+        num_blocks: blocks of the whole model.
     """
     return _find_crossing(task, task.hop.end_block, task.hop.first_block, num_blocks)
 

@@ -29,10 +29,11 @@ def make_teams(
     [[('a', 5), ('b', 2), ('c', 5)]]
 
     Args:
-        hosts: in the order in which they make replicas.
+        hosts: hosts in the order in which replicas are made of them.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica.
-        speeds: of hosts that are slower than their peers, as parts of their speed: a slow host gets fewer blocks.
+        speeds: speeds of hosts that are slower than their peers, as parts of the peers' speed: a slow host gets fewer
+            blocks.
     """
     longest = min(len(hosts), len(block_costs))
     num_teams = max(len(hosts) // min(num_stages, longest), -(-len(hosts) // longest))

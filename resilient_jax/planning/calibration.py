@@ -20,10 +20,9 @@ class Calibration:
     Attributes:
         matrix_efficiency: part of the peak that large matrix products reach. 0.75: bf16 products of 8192 x 8192 are
             commonly measured at 0.7 to 0.8 of the dense peak of A100 and H100.
-        attention_efficiency: the same for the products of attention, as a part of `matrix_efficiency`. 0.7:
-            FlashAttention-2 reaches 0.50 to 0.73 of the peak of an A100 (Dao 2023, https://arxiv.org/abs/2307.08691),
-            0.35 of an H100's, and FlashAttention-3 up to 0.75 forward (Shah et al. 2024,
-            https://arxiv.org/abs/2407.08608).
+        attention_efficiency: part of `matrix_efficiency` that the products of attention reach. 0.7: FlashAttention-2
+            reaches 0.50 to 0.73 of the peak of an A100 (Dao 2023, https://arxiv.org/abs/2307.08691), 0.35 of an H100's,
+            and FlashAttention-3 up to 0.75 forward (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
         memory_efficiency: part of the memory's bandwidth that element-wise kernels reach. 0.8: STREAM-like kernels
             reach 0.8 to 0.9, and not everything is fused.
         link_efficiency: part of a link's bandwidth that a large collective reaches. 0.8: bus bandwidth in published

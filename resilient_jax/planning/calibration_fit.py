@@ -69,9 +69,8 @@ class CalibrationFit:
     """Result of a fit.
 
     Attributes:
-        calibration: the fitted constants.
-        error: root mean square of ln(estimated / measured) with them: 0.1 is about 10 %.
-        error_before: the same with the constants that the fit began with.
+        error: root mean square of ln(estimated / measured) with the fitted constants: 0.1 is about 10 %.
+        error_before: the same root mean square with the constants that the fit began with.
     """
 
     calibration: Calibration
@@ -110,7 +109,8 @@ def fit_calibration(
         start: initial constants; None: those of the first plan.
         constants: names of the constants to fit; those that are 0 at the start stay 0.
         estimate: for steps of another program than a plan's own, such as one with another pipeline schedule.
-        spreads: of each constant the standard deviation of its logarithm around where it begins; None: it may be any.
+        spreads: standard deviation of each constant's logarithm around its initial value; None: a constant may have any
+            value.
 
     Raises:
         PlanError: there is no measurement, or a time is not positive.

@@ -110,8 +110,6 @@ def tabulate_candidates(
     """Return the table of a request.
 
     Args:
-        cost_model: of the request.
-        constraints: what is given.
         levels: levels of links that a replica may be placed at.
     """
     groups = _Groups(cost_model, constraints)

@@ -65,10 +65,7 @@ def visit_candidates(
     """Call `keep` with every candidate whose step time could be below its limit.
 
     Args:
-        cost_model: of the request.
-        constraints: what is given.
         limit_s: the step time from which on a replica's axes are of no use; may only fall between calls.
-        keep: called with each candidate.
     """
     levels = tuple(find_useful_levels(cost_model, stages) for stages in (1, 2))
     devices = cost_model.request.pool.devices_per_host

@@ -35,7 +35,6 @@ def find_device_links(
     """Return the links of a topology as one device sees them while all devices of its host send.
 
     Args:
-        topology: the topology.
         efficiency: part of the bandwidth that a large collective reaches.
         latency_factor: multiple of the links' latency that a message in a collective has.
     """
@@ -67,7 +66,6 @@ def estimate_collective_s(
     `(M / k) below (q - 1) / k`, with `below` the devices inside it, in at most as many messages.
 
     Args:
-        kind: the collective.
         message_bytes: M, the complete array over the group.
         factors: factors of the group's size; a missing level has one part.
         links: links of the levels, from inside outward.

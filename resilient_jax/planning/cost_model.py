@@ -40,8 +40,7 @@ class ReplicaTime(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layer_split: (consecutive stages, layers of each).
-        pipeline: times of the pipeline of its stages.
-        slowest_stage: the time of a microbatch on its slowest stage by term.
+        slowest_stage: time of a microbatch on the slowest stage, by term.
         memory: memory of the fullest device.
         synced_bytes: gradients of one device, of the stage that has most.
         updated_bytes: bytes that the optimizer of one device reads and writes, the most of any device.
@@ -71,9 +70,7 @@ class PlanCost(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a plan's step; the step ends when the slowest replica is done and all devices have updated.
 
     Attributes:
-        step_s: the step.
         assignment: microbatches of the replicas of each block class.
-        gradient_all_reduce_s: all-reduce of gradients over replicas.
         optimizer_s: the update, with the overhead of a step.
     """
 

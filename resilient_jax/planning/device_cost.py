@@ -29,8 +29,7 @@ class DeviceWork(NamedTuple):
 
     Attributes:
         flops: FLOPs of matrix products, without those of attention.
-        attention_flops: FLOPs of attention.
-        moved_bytes: bytes to and from its memory: activations, gathered parameters, gradients.
+        moved_bytes: bytes to and from the device's memory: activations, gathered parameters, gradients.
         kernels: kernels of all passes: forward, backward, and recompute.
     """
 

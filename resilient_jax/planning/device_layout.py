@@ -65,8 +65,7 @@ class DeviceLayout(NamedTuple):
     be placed in blocks of `block_size`, each inside one domain: then less crosses the links between domains.
 
     Attributes:
-        axes: sizes of a replica's axes.
-        axes_in_host: of each axis, the part inside a host.
+        axes_in_host: part of each axis that is inside a host.
         replicas_per_slot: replicas that share a slot of a host; 1 where a replica has more than one slot.
         level: index of the topology's level whose domains contain a replica each.
         block_size: slots of replicas that are in one domain together.
@@ -172,7 +171,6 @@ def enumerate_layouts(
     """Return every layout of a replica's axes with blocks of one replica, those that fill hosts first.
 
     Args:
-        axes: sizes of a replica's axes.
         devices_per_host: the most devices of a host.
         levels: indexes of the levels to consider, last the one that connects all hosts.
     """

@@ -43,7 +43,7 @@ def search_host_axes_plan(
     None where all have as many, where a team has no plan that fits, or where equal axes are as fast, less `MIN_GAIN`.
 
     Args:
-        request: whose given axes are those of every team.
+        request: axes that the request gives are those of every team.
         equal_step_s: a step of the best plan with equal axes, as `search_host_local_plan` estimates it.
     """
     parts = list(_split_by_devices(request))
@@ -77,8 +77,8 @@ def make_host_axes_plan(
     """Return the plan with a team for each number of devices that hosts have, of given axes; None: one does not fit.
 
     Args:
-        request: whose own axes do not count.
-        axes_by_devices: of a replica, by each number of devices.
+        request: axes that the request gives do not count.
+        axes_by_devices: axes of a replica, by the number of devices of its host.
     """
     teams = []
     for part in _split_by_devices(request):

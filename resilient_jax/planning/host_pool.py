@@ -84,7 +84,6 @@ def group_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tup
 
     Args:
         runs: the row: item, and how many in sequence.
-        size: size of a group.
 
     Returns:
         Each group as runs, with the number of equal groups that follow one another.
@@ -140,8 +139,7 @@ def build_host_pool(topology: Topology, number_format: str, memory_bytes: int = 
     """Return the hosts of a topology whose devices have at least so much memory; visits each host once.
 
     Args:
-        topology: the hosts.
-        number_format: of matrix products; hosts are sorted by their speed in it.
+        number_format: number format of matrix products; hosts are sorted by their speed in this format.
         memory_bytes: least memory of a device; at least one host must have it.
     """
     hosts = [host for host in topology.hosts if host.accelerator.memory_bytes >= memory_bytes]

@@ -17,7 +17,7 @@ def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float]
     Formula: minimize `max_s (extra_s + L_s layer_s)`; with `layer_s = 1 / v_s` and no extras `max_s L_s / v_s`.
 
     Args:
-        layers: layers in all.
+        layers: layers of all stages together.
         layer_s: time of one layer on each stage, in any unit.
         extra_s: time of what else a stage does: the embedding, the head.
 
@@ -62,7 +62,7 @@ def split_layers_by_run(
         layers: layers in all, at least one per stage and no more than the limits allow.
         runs: runs of stages, two or more stages in all.
         first_s: time of what the first stage does besides its layers.
-        last_s: the same of the last stage.
+        last_s: time of what the last stage does besides its layers.
 
     Returns:
         (index of the run, consecutive stages, layers of each), of a run those with fewer layers first: they come

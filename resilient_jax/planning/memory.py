@@ -25,8 +25,8 @@ class DeviceMemory:
     """Bytes on the fullest device.
 
     Attributes:
-        parameters, gradients, optimizer: the device's part of them. Gradients are the sum over microbatches; 0 where a
-            program was measured and no replica has more than one microbatch: nothing is accumulated then.
+        parameters, gradients, optimizer: bytes of the device's part of each. Gradients are the sum over microbatches; 0
+            where a program was measured and no replica has more than one microbatch: nothing is accumulated then.
         activations: residuals from forward to backward, of all microbatches in flight, and a part's working memory.
         working: what a measured program needs in addition: together with `activations` it is
             `max(copies of gradients, fixed + activations)`, since gradients reuse the memory of activations.
@@ -197,12 +197,7 @@ def estimate_stage_memory(
     """Return the memory of a device of one stage; the module has the formula.
 
     Args:
-        state: what a device holds of each part.
-        activations: bytes of one microbatch.
-        constants: for the snapshot's buffers.
-        position: the stage and its layers.
         in_flight: microbatches in flight on this stage.
-        has_gathers: whether FSDP gathers the parameters.
         measured: what a compiler was measured to need; None for a closed form.
     """
     # Bytes: L p, L g, L o each with the ends; activations = F_i (L a + ends) + x.

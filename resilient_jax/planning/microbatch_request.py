@@ -16,11 +16,9 @@ class MicrobatchRequest:
 
     Attributes:
         program_cost: cost of the program, for one example.
-        topology: the available hosts.
         microbatch_size: examples that a replica computes at a time, under every plan.
-        num_microbatches: of a step.
-        calibration: constants of the cost model.
-        axes: sizes that are given.
+        num_microbatches: microbatches of a step.
+        axes: sizes that are given; the search chooses all others.
         evaluation_size: examples of an evaluation's microbatch, which FSDP shards, too; None: as in training.
     """
 

@@ -33,7 +33,7 @@ def load_model_shape(path: str | Path) -> ModelShape:
     """Return the sizes of a model from a TOML file, such as `configs/llama3_70b.toml`.
 
     Args:
-        path: the file.
+        path: path of the TOML file.
 
     Raises:
         ConfigError: the file cannot be read, or describes no model; the message names file and key.

@@ -96,7 +96,6 @@ def estimate_rerouted_s(
         microbatches: N, of one pipeline.
         pipelines: D, before the failure.
         failed: F_i, failed peers of stage i.
-        time: of the pipeline.
 
     Returns:
         Seconds; None if all peers of a stage failed.
@@ -125,7 +124,7 @@ def estimate_redundant_s(
 
     Args:
         stages: P, two or more.
-        microbatches: of a step, of all pipelines together.
+        microbatches: microbatches of a step, of all pipelines together.
         pipelines: D.
         failed: pipelines that lost one stage.
         stage_s: t, without redundancy; a third of it is the forward pass.

@@ -15,9 +15,7 @@ class HostRange:
     """Consecutive hosts in the topology's order.
 
     Attributes:
-        first, last: their names.
-        hosts: number of hosts.
-        devices: used devices of each.
+        devices: used devices of each host.
     """
 
     first: HostName
@@ -43,11 +41,7 @@ def place_replicas(
     """Return the slots of each replica, or of those that share a slot, fastest first.
 
     Args:
-        topology: the hosts.
-        pool: the usable hosts.
-        layout: the plan's layout.
         order: compositions of the block classes, fastest first.
-        blocks: number of blocks that are used.
     """
     placed: dict[Composition, list[PlacedReplicas]] = {composition: [] for composition in order}
     for members in _domains(topology, pool, layout):

@@ -19,10 +19,9 @@ class StepTime:
 
     Attributes:
         compute_s: computing of the slowest stage, all its microbatches.
-        tensor_s, sequence_s, expert_s, fsdp_s: its collectives along these axes.
+        tensor_s, sequence_s, expert_s, fsdp_s: collectives of the slowest stage along the axis.
         transfer_s: transfers between stages that computing does not hide.
         bubble_s: computing while the pipeline fills and drains, see `pipeline`.
-        gradient_all_reduce_s: all-reduce of the gradients over replicas.
         optimizer_s: the update, and the overhead of a step.
     """
 
@@ -53,7 +52,6 @@ class ReplicaClass:
     """Replicas on the same kinds of hosts.
 
     Attributes:
-        replicas: number of replicas.
         speeds: (part of the healthy speed, host slots) of one replica, fastest first.
         layers: layers of each stage.
         quotas: (replicas, microbatches of each), those with more first.
@@ -75,7 +73,7 @@ class Plan:
 
     Attributes:
         model_name: name of the program.
-        topology_name: name of the topology.
+        topology_name: name of the topology that was planned for.
         device_count: devices of the topology, used or not.
         global_batch: sequences in a step.
         layout: axes of a replica, and how they are laid out on the links.

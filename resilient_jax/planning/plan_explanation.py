@@ -17,7 +17,6 @@ def explain_choice(plans: Sequence[Plan], min_replicas: int = 1) -> tuple[Plan, 
 
     Args:
         plans: the fastest first.
-        min_replicas: the requested least number of replicas.
     """
     explained = []
     for place, plan in enumerate(plans):

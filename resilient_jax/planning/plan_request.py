@@ -17,11 +17,8 @@ class PlanRequest:
     """The inputs of a search, without the constraints on the plan.
 
     Attributes:
-        program_cost: cost of the program.
-        topology: all hosts.
-        pool: the hosts that the plan may use.
+        topology: all hosts, also those that the plan may not use.
         global_batch: sequences in a step.
-        calibration: constants of the cost model.
         number_format: number format of the matrix products.
         pipeline_repeats: chunks of layers on each pipeline stage (interleaved schedule).
     """

@@ -86,10 +86,9 @@ def estimate_loss(
     """Return what a loss makes of a plan.
 
     Args:
-        plan: the plan that runs.
-        topology: on which it runs.
+        topology: topology on which the plan runs, before the loss.
         lost: hosts and devices, as `Topology.without` takes them.
-        min_replicas: as of `replan`.
+        min_replicas: as in `replan`.
 
     Raises:
         PlanError: no plan fits what is left, or it is too little for as many replicas.

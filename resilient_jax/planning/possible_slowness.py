@@ -25,9 +25,8 @@ class PossibleSlowness:
     """One host or device that is slow, for all that are like it.
 
     Attributes:
-        host: the host.
-        device: its number on that host; None: the host with all its devices.
-        speed: as a part of what it was.
+        device: number of the device on the host; None: the host with all its devices.
+        speed: speed as a part of the speed before.
         num_alike: how many hosts or devices of this kind there are.
     """
 
@@ -74,11 +73,10 @@ def estimate_possible_slowdown(
     """Return what a slow host or device costs, and what each action would make of it, by the cost model.
 
     Args:
-        plan: the plan that runs.
-        topology: on which it runs.
-        slow: what becomes slow.
-        used: the devices on which the host would go on without the slow one; (): it cannot do without.
-        min_replicas: as of `replan`.
+        topology: topology on which the plan runs.
+        used: the devices on which the host would go on without the slow one; (): the host cannot do without that
+            device.
+        min_replicas: as in `replan`.
     """
     now = topology.slowed(slow.name, slow.speed)
     is_pipeline = plan.axis_sizes.get(Axis.PIPELINE, 1) > 1

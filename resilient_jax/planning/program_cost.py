@@ -41,14 +41,12 @@ class StateTensor:
 
     Attributes:
         path: path in the state's tree, separated by `/`; `*` stands for the index of the layer.
-        role: what the tensor is for.
         parts: parts that use it; a tied embedding is in two.
         shape: shape of one copy.
         logical_names: logical name of each dim, or None.
         axes: the axis that may shard each dim; `FSDP`: FSDP prefers this dim to another.
         units: the most shards of each dim, a divisor of its size. Where a dim holds several heads these
             are the heads, not the elements.
-        dtype_bytes: bytes of one element.
         copies: number of equal tensors: one in each layer.
         stacked_dim: the dim of the state's array over which the copies are stacked, which `shape` lacks; None: each
             copy is an array of its own.
@@ -137,12 +135,9 @@ class ActivationCollective:
     Collectives over parameters and gradients (`REPLICA`, `FSDP`) follow from the tensors and are not listed.
 
     Attributes:
-        axis: axis of the devices that take part.
-        kind: the operation.
         message_bytes: bytes of the complete array, before any axis shards it.
         forward_count: collectives in the forward pass; they repeat where the part is recomputed.
-        backward_count: collectives in the backward pass.
-        logical_name: needed only if the axis shards dims of this name; None: always needed.
+        logical_name: the collective is needed only if the axis shards dims of this name; None: always.
     """
 
     axis: Axis
@@ -160,7 +155,6 @@ class PartCost:
     A multiplication and an addition are two FLOPs, so a product of (n, k) and (k, m) has 2 n m k.
 
     Attributes:
-        part: the part.
         copies: number of copies, one after another: the layers.
         forward_flops, backward_flops: FLOPs of matrix products, without recomputation.
         remat_flops: further FLOPs where the part is recomputed.
@@ -169,14 +163,14 @@ class PartCost:
         forward_bytes, backward_bytes: activations read and written. Parameters come on top: read once forward and once
             backward, and their gradients written.
         input_bytes: bytes of the part's input, which stages of a pipeline transfer.
-        residual_bytes: what is kept from forward to backward.
+        residual_bytes: bytes that are kept from forward to backward.
         block_residual_bytes: what is kept instead on a stage of a pipeline, where forward and backward are programs of
             their own; None: `residual_bytes`.
         remat_residual_bytes: what is kept instead if the part is recomputed: as a rule its input. Then one copy at a
             time needs `residual_bytes` as well.
         working_bytes: what the part's backward needs for a time, beyond what is kept.
-        remat_working_bytes: the same where the part is recomputed; None: `working_bytes` and `residual_bytes`.
-        collectives: collectives between devices.
+        remat_working_bytes: what the backward needs for a time where the part is recomputed; None: `working_bytes` and
+            `residual_bytes`.
         kernels: kernels of a forward pass; a backward pass has twice as many.
         step_flops, step_bytes: forward and backward together.
     """
@@ -211,8 +205,6 @@ class DivisibilityRule:
     """A size that an axis has to divide.
 
     Attributes:
-        axis: the axis.
-        logical_name: logical name of the dim.
         dim_size: the number of units that are not divided any further.
         is_required: True: an axis that does not divide it cannot be used. False: the dim is replicated then.
     """

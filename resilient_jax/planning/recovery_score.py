@@ -52,9 +52,9 @@ class Phase:
     """A part of what follows a choice, in order: a pause, and then training at one speed.
 
     Attributes:
-        pause_s: without steps.
-        speed: as a part of that of all hosts, from the end of the pause on.
-        training_s: at that speed; None: until the next failure.
+        pause_s: time without steps.
+        speed: as a part of the speed of all hosts, from the end of the pause on.
+        training_s: time at that speed; None: until the next failure.
     """
 
     pause_s: float
@@ -86,8 +86,7 @@ def estimate_failure_rate(num_hosts: int, failures: int, observed_s: float) -> f
     """Return the failures per second of some hosts, by the prior and by what a job has seen of them.
 
     Args:
-        num_hosts: how many.
-        failures: of these hosts, in the job so far.
+        failures: failures of these hosts in the job so far.
         observed_s: how long the job has run.
 
     >>> 1 / estimate_failure_rate(1, 0, 0.0) / HOUR_S

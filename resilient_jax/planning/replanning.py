@@ -54,9 +54,9 @@ class ReplanOption:
     """One action with its costs.
 
     Attributes:
-        action: the action.
+        action: what the job does about the change.
         plan: the plan that runs then; for `REROUTE` the plan before, for `UNEQUAL` one of unequal teams.
-        step_time_s: time of each step from then on.
+        step_time_s: seconds of each step after the change.
         search_s, compile_s, migration_s: times before the first step: the search where it was not done ahead, the
             program where no cache has it, the state.
         migration: what moves of the state.

@@ -44,7 +44,6 @@ def price_rerouted_s(
     Args:
         stages: P; all take the same time.
         quotas: microbatches of each replica, in the order of replicas.
-        lost: the lost stages.
         stage_s: time of a microbatch on a stage, without transfers.
         transfer_s: time until another host has the result of a task.
         weight_share: part of weight gradients in `stage_s`.

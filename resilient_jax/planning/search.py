@@ -88,8 +88,7 @@ def search_plans(
     """Return the best plans, no two with the same replica axes, the fastest first; most arguments are `search_plan`'s.
 
     Args:
-        constraints: what is given: axes, a microbatch, the least number of replicas.
-        top: number of plans.
+        top: the most plans that are returned.
 
     Raises:
         PlanError: as of `search_plan`.

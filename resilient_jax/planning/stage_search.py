@@ -20,8 +20,8 @@ def search_stage_plan(request: MicrobatchRequest, num_stages: int) -> Plan:
     """Return the fastest plan whose replicas have `num_stages` stages, each of which is all devices of one host.
 
     Args:
-        request: with all hosts, of which some are spares if `num_stages` does not divide their number; of axes,
-            `STAGE_PLAN_AXES` may be given.
+        request: has all hosts; some are spares if `num_stages` does not divide their number. Of axes, `STAGE_PLAN_AXES`
+            may be given.
         num_stages: hosts of a replica.
 
     Raises:

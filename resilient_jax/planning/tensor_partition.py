@@ -22,8 +22,7 @@ def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPa
     the largest, and of equal ones the first, where it divides what is left.
 
     Args:
-        tensor: of the state.
-        sizes: sizes of the plan's axes; a missing one is 1.
+        sizes: sizes of the plan's axes; a missing axis has size 1.
 
     >>> from resilient_jax.planning.program_cost import ModelPart, TensorRole
     >>> kernel = StateTensor(path="up", role=TensorRole.PARAMETER, parts=(ModelPart.LAYER,), shape=(8, 12),
@@ -113,7 +112,6 @@ def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
     """Raise an error for a program that no axis can shard.
 
     Args:
-        program_cost: cost of the program.
         at_most: the largest useful size of an axis: the number of devices.
 
     Raises:

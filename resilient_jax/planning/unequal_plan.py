@@ -13,8 +13,9 @@ class Team:
     """Equal replicas on a part of the devices.
 
     Attributes:
-        plan: of the part alone; its topology has only the team's hosts, each with the devices that the team uses.
-        microbatches: of the team in a step, each of `plan.microbatch_sequences` sequences.
+        plan: plan of the team's devices alone; its topology has only the team's hosts, each with the devices that the
+            team uses.
+        microbatches: microbatches of the team in a step, each of `plan.microbatch_sequences` sequences.
     """
 
     plan: Plan
@@ -36,12 +37,10 @@ class UnequalPlan:
     """Teams that compute a step together; all wait for the slowest, and add up their gradients.
 
     Attributes:
-        teams: in the order of their devices.
-        global_batch: sequences in a step: the sum of the teams'.
+        teams: teams in the order of their devices.
+        global_batch: sequences in a step, of all teams together.
         device_count: devices of the topology, used or not.
-        gradient_all_reduce_s: all-reduce of gradients over all replicas.
         optimizer_s: the update, with the overhead of a step.
-        reason: why this plan.
     """
 
     teams: tuple[Team, ...]

@@ -53,10 +53,8 @@ def search_unequal_plan(
     """Return the fastest plan of unequal teams that was found; None if there is none.
 
     Args:
-        program_cost: cost of the program.
         topology: the available hosts, with unequal numbers of devices or speeds.
         global_batch: sequences in a step.
-        calibration: constants of the cost model.
         number_format: as in `search_plan`.
         min_replicas: least number of replicas of the state, over all teams.
 

@@ -37,9 +37,9 @@ class AbstractProgram:
 
     Attributes:
         loss_fn: a pure function `(params, others, batch)` to a scalar.
-        params: a tree of `jax.ShapeDtypeStruct`, of what has a gradient.
-        others: the same of statistics, constants and random streams.
-        batch: the same of one microbatch.
+        params: `jax.ShapeDtypeStruct` objects of what has a gradient.
+        others: `jax.ShapeDtypeStruct` objects of statistics, constants and random streams.
+        batch: `jax.ShapeDtypeStruct` objects of one microbatch.
         names: logical names in the model's metadata, by path in `params`.
     """
 
@@ -54,12 +54,12 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
     """Return the program that computes `loss_fn(model, batch)`.
 
     Args:
-        model: as the trainer takes it.
-        loss_fn: of one microbatch.
+        model: a model as the trainer takes it.
+        loss_fn: loss of one microbatch.
         batch: arrays or `jax.ShapeDtypeStruct` objects; the first dim of each is the batch dim.
 
     Raises:
-        CallerError: this is no model, it has no parameters or some without a gradient, or the loss is no scalar of a
+        CallerError: `model` is no model, has no parameters or some without a gradient, or the loss is no scalar of a
             floating-point type.
     """
     batch, loss_fn = jax.tree.map(_shape_of, batch), _trace_under_plan_mesh(loss_fn)

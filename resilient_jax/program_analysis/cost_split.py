@@ -49,14 +49,14 @@ class TracedProgram:
     """A program's forward pass, traced, with its sharding.
 
     Attributes:
-        num_examples: in the batch that it was traced with.
-        num_layers: equal layers; 1 if there are none.
+        num_examples: examples in the batch that the program was traced with.
+        num_layers: number of equal layers; 1 if there are none.
         propagated: sharding of the pass and of its residuals.
         uses: maps the path of each parameter to the parts that use it.
-        residual_bytes: kept for the backward pass.
-        block_residual_bytes: kept where forward and backward of a block are programs of their own.
-        boundary_bytes: what one layer hands to the next, of one example.
-        largest_activation: its part, its kind, its bytes for one example.
+        residual_bytes: bytes kept for the backward pass.
+        block_residual_bytes: bytes kept where forward and backward of a block are programs of their own.
+        boundary_bytes: bytes that one layer hands to the next, for one example.
+        largest_activation: (part, kind, bytes for one example) of the largest activation.
         gradient_matmul_flops: FLOPs of matrix products in the gradient of one example; 0: not counted.
         temporary_bytes: memory beyond arguments that the gradient of one example needs; 0: not measured.
     """
@@ -133,9 +133,8 @@ def split_cost(
     """Return the cost of each part that the program has.
 
     Args:
-        traced: the program.
-        remat: the same program, rematerialized; None: there is none.
-        measured: XLA's count.
+        remat: the same program, rematerialized; None: plans cannot use rematerialization.
+        measured: costs as XLA counts them.
     """
     # With P_f, P_g the FLOPs of matrix products in the forward pass and in the gradient, T_f, T_g all FLOPs:
     # backward products P_g - P_f, other FLOPs forward T_f - P_f, backward T_g - P_g - (T_f - P_f).

@@ -24,12 +24,12 @@ class MeasuredCost:
     """The measured cost of a program.
 
     Attributes:
-        forward_flops, gradient_flops: of one example; the gradient's include the forward pass. As XLA counts them
-            before it optimizes the program.
-        gradient_matmul_flops: of the matrix products among `gradient_flops`.
-        bytes_moved: by one example's gradient, as compiled for the default device.
+        forward_flops, gradient_flops: FLOPs of one example, as XLA counts them before it optimizes the program; the
+            gradient's include the forward pass.
+        gradient_matmul_flops: FLOPs of the matrix products among `gradient_flops`.
+        bytes_moved: bytes that one example's gradient reads and writes, as compiled for the default device.
         temporary_bytes: memory beyond arguments that one example's gradient needs.
-        fixed_bytes: memory beyond arguments that does not depend on the batch: what of the gradient itself does not
+        fixed_bytes: memory beyond arguments that does not depend on the batch: the part of the gradient that does not
             reuse the buffers of activations.
     """
 

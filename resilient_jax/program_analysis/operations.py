@@ -16,9 +16,7 @@ class Value:
     """An array that an operation reads or writes. Two are the same only if they are the same object.
 
     Attributes:
-        shape: of the array.
-        bytes: of the array.
-        stack_of: what a loop writes into this array in each iteration; None: no loop stacks it.
+        stack_of: value that a loop writes into this array in each iteration; None: no loop stacks it.
     """
 
     shape: tuple[int, ...]
@@ -36,11 +34,10 @@ class Operation:
     """One application of a JAX primitive.
 
     Attributes:
-        name: of the primitive.
-        params: of the primitive.
-        inputs: the arrays it reads; None for a literal.
-        outputs: the arrays it writes.
-        iterations: how often it runs.
+        name: name of the primitive.
+        inputs: arrays that the operation reads; None for a literal.
+        outputs: arrays that the operation writes.
+        iterations: how often the operation runs.
     """
 
     name: str
@@ -55,12 +52,11 @@ class OperationTrace:
     """The operations of a program.
 
     Attributes:
-        inputs: flat, in the order of the function's arguments.
-        outputs: flat; None for a literal.
-        operations: in order.
+        inputs: inputs, flat, in the order of the function's arguments.
+        outputs: outputs, flat; None for a literal.
         slices: maps what a loop reads in one iteration to the array that it scans over.
-        carries: what a loop hands from one iteration to the next, with its number of iterations.
-        stacks: what a loop has written in all iterations, with the index of the last operation of its body.
+        carries: what a loop hands from one iteration to the next, with the loop's number of iterations.
+        stacks: what a loop has written in all iterations, with the index of the last operation of the loop's body.
     """
 
     inputs: tuple[Value, ...]

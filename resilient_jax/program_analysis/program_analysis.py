@@ -49,14 +49,14 @@ def analyze_program(
     "layers".
 
     Args:
-        model: what the trainer takes, too: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
+        model: as the trainer takes it: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
         loss_fn: gets the model and a batch, and returns a scalar, a `WeightedMean`, or a tuple that begins with one.
         batch: a microbatch of two or more examples (with one, XLA makes other programs): a tree of arrays or of
             `jax.ShapeDtypeStruct`; the first dim of each is the batch dim.
         name: the model's name, for display.
         optimizer: a transformation of Optax; None: the state has parameters alone.
         logical_axis_rules: logical names, where the model has none or others.
-        sequence_tokens: tokens of an example, if `Axis.SEQUENCE` may shard it.
+        sequence_tokens: tokens of an example, if `Axis.SEQUENCE` may shard an example.
         remat_model: the same model with its layers rematerialized; None: plans cannot use rematerialization.
 
     Raises:
@@ -118,7 +118,7 @@ def _trace_remat(
     """Return the trace of the rematerialized program.
 
     Raises:
-        CallerError: it has other parameters.
+        CallerError: the rematerialized program has other parameters.
     """
     if model is None:
         return None

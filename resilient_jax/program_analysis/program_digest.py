@@ -66,8 +66,8 @@ class ProgramDescription:
     """What a program computes.
 
     Attributes:
-        digest: of all of it.
-        lines: `name: value`, what it consists of: for telling two programs apart where their digests differ.
+        digest: digest of the whole description.
+        lines: `name: value`, what the program consists of: for telling two programs apart where their digests differ.
     """
 
     digest: bytes
@@ -79,11 +79,11 @@ class _Node:
     """A value of a program.
 
     Attributes:
-        digest: of what it is computed from.
-        label: its operation, argument or constant.
-        kind: "argument", "constant", "operation"; "result" of an operation with several.
-        inputs: what it is computed from.
-        inner: of the jaxprs inside of its operation, how often each label occurs.
+        digest: digest of what the value is computed from.
+        label: operation, argument or constant of the value.
+        kind: "argument", "constant", "operation"; or "result" of an operation with several.
+        inputs: values that the value is computed from.
+        inner: occurrences of each label in the jaxprs inside of the value's operation.
     """
 
     digest: bytes
@@ -121,8 +121,8 @@ def describe_program(closed: core.ClosedJaxpr, *, compares_constants: bool = Tru
     was traced anew takes the time of its own equations alone, if its calls are of the jaxprs of the last time.
 
     Args:
-        closed: the program.
-        compares_constants: the content of its constants counts; else only that of constants of the jaxprs inside.
+        compares_constants: True: the content of the program's constants counts; False: only the content of constants of
+            the jaxprs inside.
     """
     found = _descriptions.get(closed)
     if found is None:
@@ -153,7 +153,7 @@ class _Digester:
     """Digests one program.
 
     Args:
-        without_constants: the jaxpr of whose constants the content does not count.
+        without_constants: jaxpr whose constants' content does not count; None: the content of all constants counts.
     """
 
     def __init__(self, without_constants: core.ClosedJaxpr | None) -> None:

@@ -18,8 +18,7 @@ class PartPosition:
     """The part of a program that an operation belongs to.
 
     Attributes:
-        part: of the program.
-        layer: number of the layer; None: not in one layer alone.
+        layer: number of the layer; None: the operation is not in one layer alone.
     """
 
     part: ModelPart
@@ -31,9 +30,10 @@ class PartAssignment:
     """The parts of a program's operations.
 
     Attributes:
-        positions: of each operation, in order.
+        positions: position of each operation, in the order of operations.
         uses: maps the value of each parameter among the inputs to the parts that use it.
-        boundary_bytes: live where the first layer ends and the second begins; 0: there are no two layers.
+        boundary_bytes: bytes that are live where the first layer ends and the second begins; 0: there are no two
+            layers.
     """
 
     positions: tuple[PartPosition, ...]
@@ -47,9 +47,9 @@ def assign_parts(
     """Return the parts of the operations of a forward pass.
 
     Args:
-        trace: of the pass.
-        parameters: those of its inputs that are parameters, with their positions among the layers.
-        batch: those of its inputs that are the batch.
+        trace: trace of the forward pass.
+        parameters: parameters among the trace's inputs, with their positions among the layers.
+        batch: inputs of the trace that are the batch.
     """
     flow = _DataFlow(trace, parameters, batch)
     num_layers = max((position.copies for position in parameters.values()), default=1)
@@ -75,7 +75,8 @@ class _DataFlow:
 
     Attributes:
         dependent: values that depend on the batch.
-        parameter_uses: maps the index of each operation on such values to the parameters that it uses, if any.
+        parameter_uses: maps the index of each operation on such values to the parameters that the operation uses, if
+            any.
     """
 
     def __init__(

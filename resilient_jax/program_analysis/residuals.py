@@ -72,8 +72,8 @@ def count_residual_bytes(
     """Return the bytes kept for a batch, all layers together.
 
     Args:
-        trace: of `compute_residuals`.
-        propagated: of the same trace.
+        trace: trace of `compute_residuals`.
+        propagated: sharding of the same trace.
     """
     # The operands of matrix products are written to memory in any case, so no fusion recomputes them.
     in_memory = {
@@ -102,8 +102,8 @@ def count_block_residual_bytes(
     JAX keeps is kept, but for what depends on weights alone.
 
     Args:
-        trace: of `compute_residuals`.
-        propagated: of the same trace.
+        trace: trace of `compute_residuals`.
+        propagated: sharding of the same trace.
     """
     total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
     found = {value for value in trace.outputs if value is not None and value in propagated.kinds}
@@ -122,9 +122,9 @@ def _find_kept_values(
     A value that is made from two large ones is kept itself, unless both can be recomputed anyway.
 
     Args:
-        residuals: what JAX keeps.
+        residuals: values that JAX keeps.
         fusible: maps each value that is cheap to recompute to its operation.
-        kinds: of values that depend on the batch.
+        kinds: kinds of values that depend on the batch.
     """
     operands = {
         value: [operand for operand in operation.inputs if operand is not None and operand in kinds]

@@ -39,10 +39,7 @@ class AnnotatedOperation:
     """An operation with its part of the program and its sharding.
 
     Attributes:
-        operation: of the trace.
-        part: of the program.
-        kind: what shards it.
-        matmul_flops: of a matrix product, in all iterations; 0 for any other operation.
+        matmul_flops: FLOPs of a matrix product, in all iterations; 0 for any other operation.
     """
 
     operation: Operation
@@ -56,12 +53,11 @@ class ActivationExchange:
     """An array whose shards the devices along an axis must exchange, in one iteration.
 
     Attributes:
-        part: of the program.
-        axis: along which the devices exchange.
+        axis: axis along which the devices exchange.
         logical_name: the exchange is needed only where dims of this name are sharded; None: always.
-        bytes: of the complete array.
+        bytes: bytes of the complete array.
         forward_count, backward_count: exchanges in the forward and in the backward pass.
-        iterations: of the loop that contains the operation.
+        iterations: iterations of the loop that contains the operation.
     """
 
     part: ModelPart
@@ -78,10 +74,8 @@ class PropagatedSharding:
     """The sharding of a program.
 
     Attributes:
-        operations: in order.
-        exchanges: between devices.
-        kinds: of the values that depend on the batch, and of no others.
-        parts: that made the same values.
+        kinds: kinds of the values that depend on the batch, and of no others.
+        parts: parts that made the values of `kinds`.
     """
 
     operations: tuple[AnnotatedOperation, ...]
@@ -100,10 +94,10 @@ def propagate_sharding(
     """Return what shards each operation of a forward pass.
 
     Args:
-        trace: of the pass.
-        parts: of each operation.
-        names: of the dims of those of its inputs that are parameters.
-        batch: those of its inputs that are the batch.
+        trace: trace of the forward pass.
+        parts: part of each operation.
+        names: names of the dims of the trace's inputs that are parameters.
+        batch: inputs of the trace that are the batch.
         mesh_axes: maps a logical name to the axis that shards its dims.
     """
     propagation = _Propagation(names, batch, mesh_axes, trace.slices)

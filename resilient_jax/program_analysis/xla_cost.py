@@ -23,7 +23,7 @@ class XlaCost:
 
     Attributes:
         flops: multiplications and additions; a transcendental function counts as none.
-        bytes_moved: read and written by operations that are not fused; 0 where nothing was compiled.
+        bytes_moved: bytes that operations read and write which are not fused; 0 where nothing was compiled.
     """
 
     flops: float
@@ -106,9 +106,9 @@ class CompiledProgram:
     """What XLA reports about a program that it has compiled.
 
     Attributes:
-        cost: with all iterations of loops.
-        temporary_bytes: memory beyond arguments: of results, whose buffers hold other values first, and of temporary
-            buffers.
+        cost: cost with all iterations of loops.
+        temporary_bytes: memory beyond arguments: bytes of results, whose buffers hold other values first, and of
+            temporary buffers.
     """
 
     cost: XlaCost
@@ -120,8 +120,8 @@ class ShardedArguments(NamedTuple):
 
     Attributes:
         arguments: global arrays, of all devices together.
-        in_shardings: of each argument: one, or a tree of them.
-        out_shardings: of the result.
+        in_shardings: a sharding, or a tree of shardings, for each argument.
+        out_shardings: sharding of the result.
     """
 
     arguments: tuple[Any, ...]
@@ -142,9 +142,8 @@ def compile_and_analyze(
     """Compile a program, and return what XLA reports about it, for one device.
 
     Args:
-        function: the program.
-        arguments: of one device.
-        sharded_arguments: compile it for several devices; None: for the default device.
+        arguments: arguments for one device.
+        sharded_arguments: arguments to compile for several devices; None: for the default device.
     """
 
     def compile_body(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:

@@ -48,7 +48,7 @@ class Received(Generic[ReceivedT]):
     """A message with its descriptors, which are the receiver's to close.
 
     Attributes:
-        num_lost: descriptors that this process had no room for.
+        num_lost: descriptors that are lost because this process had no room for them.
     """
 
     message: ReceivedT
@@ -59,7 +59,7 @@ class Received(Generic[ReceivedT]):
         """Return the descriptors of a message that has `count` of them.
 
         Raises:
-            MessageError: another number arrived, or some were lost; those that arrived are closed.
+            MessageError: another number arrived, or some were lost; descriptors that arrived are closed.
         """
         if self.num_lost or len(self.descriptors) != count:
             for descriptor in self.descriptors:
@@ -97,9 +97,9 @@ class MessageDecoder(Generic[ReceivedT]):
         """Return the messages that `data` completes, in order.
 
         Args:
-            data: of one read.
-            descriptors: that came with the read.
-            is_truncated: the kernel dropped descriptors (MSG_CTRUNC).
+            data: bytes of one read.
+            descriptors: descriptors that came with the read.
+            is_truncated: whether the kernel dropped descriptors (MSG_CTRUNC).
 
         Raises:
             FrameError: the stream does not consist of frames.

@@ -141,7 +141,7 @@ class FlipBitAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Flip one bit of what was computed here: silent corruption.
 
     Attributes:
-        is_repeated: whether it happens at every hit from now on, or once.
+        is_repeated: whether a bit is flipped at every hit from now on, or once.
     """
 
     is_repeated: bool = False
@@ -222,7 +222,7 @@ class FailPoints:
         """Carry out the orders for this failpoint.
 
         Returns:
-            What becomes of what was computed or is sent here.
+            What becomes of what was computed or is sent at the failpoint.
 
         Raises:
             InjectedFault: as ordered.

@@ -22,9 +22,8 @@ class ForkWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: fork a worker. Its descriptors: standard output and error, and then those of `PromoteStandby`.
 
     Attributes:
-        command: the script and its arguments.
-        settings: of the worker.
-        environment: that a worker starts with, for the script to find; that of the server, or the order is refused.
+        command: path of the script, and its arguments.
+        environment: environment that the script is to find; the server's, or the server refuses the order.
     """
 
     command: tuple[str, ...]
@@ -42,7 +41,7 @@ class WorkerForked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The worker runs.
 
     Attributes:
-        num_modules: how many modules it has imported already.
+        num_modules: modules that the worker has imported already.
     """
 
     pid: int

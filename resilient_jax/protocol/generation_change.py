@@ -32,8 +32,8 @@ class KeptItems(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Items of the list in the base, in its order.
 
     Attributes:
-        start: the index of the first.
-        count: how many.
+        start: index of the first item.
+        count: number of items.
     """
 
     start: int
@@ -53,11 +53,11 @@ class GenerationChange(msgspec.Struct, frozen=True, kw_only=True):
     """The difference between two generations.
 
     Attributes:
-        base: the digest of the generation before; empty: `packed` has all.
-        digest: the digest of this one.
-        values: the fields that have other values, as msgpack has them.
-        lists: the fields that are lists with other items, as parts of the list in the base and new items.
-        packed: the record, compressed; empty without a base: it must be read.
+        base: digest of the generation before; empty: `packed` has all.
+        digest: digest of the generation after the change.
+        values: fields that have other values, as msgpack has them.
+        lists: fields that are lists with other items, as parts of the list in the base and new items.
+        packed: record of the generation, compressed; empty without a base: then the record must be read from the store.
     """
 
     base: bytes
@@ -129,8 +129,7 @@ def apply_change(known: Generation | None, change: GenerationChange) -> Generati
     """Return the generation after a change; None if it must be read from its record.
 
     Args:
-        known: the newest generation that the host has.
-        change: the change.
+        known: newest generation that the host has; None: none.
     """
     if not change.base:
         return _unpack(change)

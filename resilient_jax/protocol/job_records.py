@@ -17,10 +17,11 @@ class ScriptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The program that all hosts of a job must run.
 
     Attributes:
-        host: the first host with a worker, which has described the script; before, the one that began the program.
-        agent_id: of its agent.
-        program: the id of the program, under which each host keeps the files of it.
-        items: values and digests of the script, by name; empty: no worker has been let in yet.
+        host: the first host with a worker, which has described the script; before that, the host that began the
+            program.
+        agent_id: id of that host's agent.
+        program: id of the program, under which each host keeps the program's files.
+        items: values and digests that describe the script, by name; empty: no worker has been let in yet.
     """
 
     host: HostName

@@ -22,11 +22,11 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
     """One array of a state, without its values.
 
     Attributes:
-        path: of the leaf in its tree; `jax.tree_util.keystr`, in a checkpoint the names joined by "/".
-        dtype: its name in numpy or ml_dtypes. Where values are stored, int4 and its kin take one int8 an element.
-        shape: of the global array; of a random key: of its raw data.
-        key_impl: the implementation of a random key, which is represented by its raw data; None for other arrays.
-        kind: what the leaf is for the user; files of a checkpoint do not say it.
+        path: path of the leaf in its tree, as `jax.tree_util.keystr`, in a checkpoint the names joined by "/".
+        dtype: name in numpy or ml_dtypes. Where values are stored, int4 and its kin take one int8 an element.
+        shape: shape of the global array; of a random key, of its raw data.
+        key_impl: implementation of a random key, which is represented by its raw data; None for other arrays.
+        kind: what the leaf is for the user; files of a checkpoint do not have it.
     """
 
     path: str

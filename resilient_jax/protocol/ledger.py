@@ -13,13 +13,13 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     """One host has committed a step.
 
     Attributes:
-        pid: of the worker.
-        step: the index of the step that is done.
-        num_hosts: that commit the step in this generation.
-        state_sha256: of the complete state after the step; empty where the host has only a part of it.
-        additive_digest: of this host's part of the state, in 32 hexadecimal digits: those of all hosts add up, modulo
-            2^128, to the same number however the state is sharded.
-        owners: the hosts that computed each microbatch, by the name of the reduction.
+        pid: process id of the worker.
+        step: index of the step that is done.
+        num_hosts: hosts that commit the step in this generation.
+        state_sha256: SHA-256 of the complete state after the step; empty where the host has only a part of it.
+        additive_digest: digest of this host's part of the state, in 32 hexadecimal digits: those of all hosts add up,
+            modulo 2^128, to the same number however the state is sharded.
+        owners: hosts that computed each microbatch, by the name of the reduction.
     """
 
     host: str
@@ -37,7 +37,7 @@ class RestoreEntry(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
     """One host resumes from a state that it did not compute in this generation; other fields as in `StepEntry`.
 
     Attributes:
-        num_steps: that are in the state.
+        num_steps: committed steps in the state.
     """
 
     host: str

@@ -21,12 +21,11 @@ def decode_message(
     """Return the value in `data`.
 
     Args:
-        decoder: for the expected type.
-        data: msgpack or JSON, as `decoder` reads it.
+        data: msgpack or JSON, as `decoder` reads.
         source: where the bytes came from, for the error message.
 
     Raises:
-        MessageError: names `source`, the field, the found and the expected type.
+        MessageError: the bytes do not decode; the message names `source`, the field, the found and the expected type.
     """
     try:
         return decoder.decode(data)

@@ -21,12 +21,12 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """What it would make if these hosts were lost at once, or joined. Speeds are parts of the present one.
 
     Attributes:
-        groups: of each of the hosts the index of its group in `PlanOutlook.groups`, or `absent`, ascending.
+        groups: index of each host's group in `PlanOutlook.groups`, or `absent`, ascending.
         kept: the estimated speed with the axes that the job has; 0: these do not fit the hosts that would train.
-        best: the estimated speed with the best axes for them.
-        best_axes: those axes.
-        prepare_s: how long all wait for the programs of the best axes, in seconds, as compilations took in this job;
-            0: they are ready.
+        best: the estimated speed with the best axes for the hosts that would train.
+        best_axes: the axes whose speed is `best`.
+        prepare_s: how long all wait for the programs of the best axes, in seconds, as compilations took in this job; 0:
+            the programs are ready.
     """
 
     groups: tuple[int, ...]
@@ -40,16 +40,16 @@ class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):
     """What it would make of the present generation if hosts were lost at once, or joined.
 
     Attributes:
-        generation: the generation.
-        axes: that it has.
-        groups: its hosts. Which one of a group is lost makes no difference.
-        absent: the other hosts of the topology in these groups. One in the place of a lost one is as good.
-        losses: that are estimated; of others it is not known what they would make. One has no `groups`: nobody is lost.
-        joins: the same of hosts that are absent.
-        fitted: constants of the cost model that fit the steps of this job, for the next generation; all this is
-            estimated by those of the present one. Empty: nothing was measured yet.
-        num_measured: the plans that they were fitted to.
-        incomplete: the hosts that count with fewer devices than the topology gives them: one that joins may have more.
+        generation: the generation that the estimates are for.
+        axes: sizes of the axes that the generation has.
+        groups: hosts of the generation in groups. Which host of a group is lost makes no difference.
+        absent: the other hosts of the topology in these groups. Such a host in the place of a lost one is as good.
+        losses: estimated losses; what other losses would make is not known. One loss has no `groups`: nobody is lost.
+        joins: the same estimates for joins of hosts that are absent.
+        fitted: constants of the cost model that fit the steps of this job, for the next generation; the estimates here
+            are by the constants of the present generation. Empty: nothing was measured yet.
+        num_measured: plans that the constants were fitted to.
+        incomplete: hosts that count with fewer devices than the topology gives them: a host that joins may have more.
     """
 
     generation: GenerationNumber

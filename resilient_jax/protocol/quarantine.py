@@ -10,9 +10,9 @@ class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the host's name.
-        reason: why, for people.
-        since_wall_s: when it began, in seconds since 1970.
-        until_wall_s: when it ends by itself.
+        reason: text for people.
+        since_wall_s: when the quarantine began, in seconds since 1970.
+        until_wall_s: when the quarantine ends by itself, in seconds since 1970.
     """
 
     host: HostName
@@ -26,11 +26,11 @@ class DeviceQuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the host's name.
-        device: its number, from 0, among those that a worker of the host sees if all are well.
-        reason: why, for people.
-        since_wall_s: when it began, in seconds since 1970.
-        until_wall_s: when it ends by itself.
-        uuid: of a GPU, which it keeps when numbers change; empty: the number says which device is meant.
+        device: number of the device, from 0, among those that a worker of the host sees if all are well.
+        reason: text for people.
+        since_wall_s: when the quarantine began, in seconds since 1970.
+        until_wall_s: when the quarantine ends by itself, in seconds since 1970.
+        uuid: id of a GPU, which the GPU keeps when numbers change; empty: the number says which device is meant.
     """
 
     host: HostName
@@ -50,8 +50,8 @@ class HostLosses(msgspec.Struct, frozen=True, kw_only=True):
     """When a host was lost without a notice. Bound to a lease, with which it ends if no loss follows.
 
     Attributes:
-        host: the host's name.
-        lost_wall_s: in seconds since 1970, by the clocks of the leaders of those times; the oldest first.
+        lost_wall_s: times of the losses in seconds since 1970, by the clocks of the leaders of those times; the oldest
+            first.
     """
 
     host: HostName

@@ -15,7 +15,7 @@ class RaisedError(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the worker's host.
-        incarnation: of the worker; its host may start another.
+        incarnation: number of the worker's start; the host may start another.
         step: the steps that the host had committed.
         what: the type of the exception, or the exit code of a script that raised none.
         place: the innermost line of the script's own in the traceback, as FILE:LINE; empty: there is no traceback.

@@ -9,10 +9,10 @@ class ReachReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent found when it connected to the other members, as these could not go on.
 
     Attributes:
-        generation: the number of the generation whose members it has tried to reach.
-        unreached: the hosts to which it gets no connection.
-        lasting: those of them to which it has got none for so long that the store would have no status of theirs any
-            more if they were dead.
+        generation: the number of the generation whose members the agent has tried to reach.
+        unreached: the hosts to which the agent gets no connection.
+        lasting: the unreached hosts to which the agent has got no connection for so long that the store would have no
+            status of a dead host any more.
     """
 
     generation: GenerationNumber

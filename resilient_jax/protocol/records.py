@@ -62,7 +62,7 @@ class SeatId(msgspec.Struct, frozen=True):
     """A seat of any world of a job.
 
     Attributes:
-        world: the number of its coordination service.
+        world: the number of the world's coordination service.
         seat: the place in that world.
     """
 
@@ -102,7 +102,7 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: why the job ended.
         exit_code: the exit code of every agent; see `errors.ExitCode`.
-        host: the host that reported it; None: no single one did.
+        host: the host that reported the outcome; None: no single host did.
         message: what the user reads.
     """
 
@@ -116,44 +116,50 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
 
     Attributes:
-        number: the generation's number; it grows with every change of membership.
+        number: the generation's number; the number grows with every change of membership.
         phase: how far the change of membership is.
         change: how the world is built from the one before.
         world: the number of the coordination service that the members share; unchanged by a change in place.
         num_seats: the seats of that world, taken or not.
-        next_seat: the first of them that no worker was given; the later ones are free, too.
+        next_seat: the first seat that no worker was given; later seats are free, too.
         members: the workers that train, in order of their seats.
-        max_members: how many hosts may be members, as of the last formation; the others spare.
+        max_members: how many hosts may be members, as of the last formation; other hosts are spares.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them while
             they are away. Empty: the members, in an order by which the fewest blocks move.
-        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
-            follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
-        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each finds the best plan.
-        plan_constants: of the cost model, by which every worker plans. Empty: those that it was given.
-        newcomers: the workers, and standbys, that were given a seat while others train; they join, or may.
-        spares: the hosts for which there was no place when the last of those seats was given.
-        service_address: of the world's coordination service; empty until it is known, and if it ended before this.
+        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first generation in their order.
+            Each order follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
+        plan_axes: names and sizes of the planned axes that every worker takes. Empty: each worker finds the best plan.
+        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the worker
+            was given.
+        newcomers: the workers, and standbys, that were given a seat while others train; newcomers join, or may.
+        spares: the hosts for which there was no place when the last seat of a newcomer was given.
+        service_address: address of the world's coordination service; empty until the address is known, and if the
+            service ended before this generation.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
-        ends_job: whether the job ends at the boundary, as all members got a notice: they save checkpoints before it.
+        ends_job: whether the job ends at the boundary, as all members got a notice: members save checkpoints before the
+            boundary.
         parts_stay: whether the members after the boundary have all of the state in parts: no snapshot is waited for.
-        next_members: those that a planned change leads to, where blocks are copied before it; None: nothing is.
+        next_members: the members that a planned change leads to, where blocks are copied before the change; None:
+            nothing is copied.
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
         is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
-            more or less, as they find out. Receivers have no part yet; there are no sources.
-        snapshot: the snapshot that has the state of `step`, if the members have it not; then there are no sources.
-            With a state in parts, the one to go back to. None again once all members have resumed from it.
+            more or less, as members find out. Receivers have no part yet; there are no sources.
+        snapshot: the snapshot that has the state of `step`, if the members do not have that state; then there are no
+            sources. With a state in parts, the snapshot to go back to. None again once all members have resumed from
+            it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
-        trusted_step: states of more steps are in doubt; None again once all members have resumed from another.
+        trusted_step: states of more steps are in doubt; None again once all members have resumed from another state.
         unreadable_snapshots: the snapshots that turned out to be corrupt beyond their parity.
-        void_snapshots: those that hosts which computed wrongly may have touched.
-        dropped_workers: the workers that were left out before they had answered.
+        void_snapshots: the snapshots that hosts which computed wrongly may have touched.
+        dropped_workers: the workers that were left out before these had answered.
         progress: the newest committed step that the leader saw, once a complete state was known; some seconds old.
         losses_left: how many more hosts may be lost before the state is. 0: redundancy is urgent. None: no state.
         keeps_workers: whether the workers of a world outlive the loss of one of them.
         protection: when the members take snapshots, as decided when the generation was formed.
-        initial_generation: that in which the job began with its initial state; snapshots of earlier ones are void.
+        initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones are
+            void.
         attempts: how many times in a row a world was built at this step without finishing it.
         are_parts_doubtful: whether parts of the state may not fit together, after a failure that no death explains, and
             before all members have finished a step since.
@@ -169,7 +175,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         decision: the last choice at a change of members, which every leader obeys; None: there was none to make.
         history: what leaders have measured so far, on which the next decision rests.
         slowness: what leaders have done about slow hosts.
-        outcome: how the job ended; None: it has not.
+        outcome: how the job ended; None: the job has not ended.
     """
 
     number: GenerationNumber
@@ -280,8 +286,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: what the error means.
         text: the traceback.
-        trusted_step: of a corruption: states of more steps are in doubt.
-        corrupt_hosts: of a corruption: the hosts that compute wrongly.
+        trusted_step: where the error is a corruption: states of more steps are in doubt.
+        corrupt_hosts: where the error is a corruption: the hosts that compute wrongly.
     """
 
     kind: WorkerFailureKind
@@ -296,33 +302,37 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: what the process is doing.
         generation: the newest generation number that the worker has answered.
-        world: the world it is connected to; None if none. A change in place needs it.
-        seat: the last seat that it took or tried to take; with `world` None it could not.
+        world: the world that the worker is connected to; None: no world. A change in place needs a world.
+        seat: the last seat that the worker took or tried to take; with `world` None the worker could not.
         step: steps committed, so also the index of the next step to run.
-        holds_state: whether it has the complete state of `step` (on devices or in host memory).
-        part: what it has of the committed state where no host has all of it, and hosts can go on with what they have;
-            known once a step is finished. While idle it is that of `step`. None: nothing.
+        holds_state: whether the worker has the complete state of `step` (on devices or in host memory).
+        part: what the worker has of the committed state where no host has all of it, and hosts can go on with what they
+            have; known once a step is finished. While idle it is that of `step`. None: nothing.
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
-        copied: while idle: the newest snapshot of which this host's snapshot server has its part.
+        copied: while idle: the newest snapshot of which this host's snapshot server has the part of this host.
         checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one while
-            idle: its training would resume there without a state in memory. None: there is none, or it saves none.
+            idle: training would resume there without a state in memory. None: there is no checkpoint, or training saves
+            none.
         saves_on_notice: whether the training saves checkpoints: before the job ends after a notice, too.
-        is_polling_checkpoints: whether `checkpoint_step` is outdated: the worker has not looked since it became idle.
+        is_polling_checkpoints: whether `checkpoint_step` is outdated: the worker has not looked since the worker became
+            idle.
         earliest_stop_step: the answer to a pause: the worker can stop before this step.
         has_formed: whether the world of `generation` is built and the state is there.
-        has_finished_step: whether a step has been finished in `generation`, so all its cliques exist.
+        has_finished_step: whether a step has been finished in `generation`, so all cliques of the world exist.
         is_done: whether the train function has returned.
         is_compiling: whether the worker compiles, and cannot unwind now.
-        endpoint: the address where it serves its state.
-        failure: the error that ended its last attempt; None: there was none.
-        overdue: the task that takes longer than its deadline; None: none does.
+        endpoint: the address where the worker serves its state.
+        failure: the error that ended the worker's last attempt; None: there was no error.
+        overdue: the task that takes longer than its deadline; None: no task does.
         trusted_step: while idle: states of more steps are in doubt, as this worker found in its last attempt.
-        corrupt_hosts: the hosts because of which they are, and which must take no part any more.
-        entered: the generation in which it has trained last, or trains.
-        detached_from: the world whose service it has found dead: it forms no clique there any more; None: none.
-        slow_hosts: of the worker that is the first of its generation: hosts that are slow, and what of them is.
-        slowdown: of the same worker: what they cost, once that has lasted; None: nothing that is worth a change.
-        plans: of the first nine workers and some others: what losses would make of planned axes; None: not known.
+        corrupt_hosts: the hosts because of which these states are in doubt, and which must take no part any more.
+        entered: the generation in which the worker has trained last, or trains.
+        detached_from: the world whose service the worker has found dead: no clique is formed there any more; None: no
+            world.
+        slow_hosts: from the worker that is the first of its generation: hosts that are slow, and which of their parts.
+        slowdown: from the same worker: what slow hosts cost, once slowness has lasted; None: nothing that is worth a
+            change.
+        plans: from the first nine workers and some others: what losses would make of planned axes; None: not known.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -361,11 +371,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: the number of the worker's start; a later start on this host has a greater one.
         pid: the worker's process id.
         report: what the worker last reported.
-        is_unresponsive: whether the process is stopped (SIGSTOP), or its guard thread has sent nothing for too long.
-        is_dying: whether its threads have ended; the exit code follows when the kernel has freed its memory.
-        memory_mib: its resident memory when it was last ready to join, in MiB; 0 before.
-        exit_code: the exit code as Python's subprocess gives it: negative for a signal. None while it runs.
-        error: the end of what it wrote to standard error, when it exited by itself.
+        is_unresponsive: whether the process is stopped (SIGSTOP), or the process's guard thread has sent nothing for
+            too long.
+        is_dying: whether the threads of the worker have ended; the exit code follows when the kernel has freed the
+            worker's memory.
+        memory_mib: resident memory of the worker when it was last ready to join, in MiB; 0 before.
+        exit_code: the exit code as Python's subprocess gives it: negative for a signal. None while the worker runs.
+        error: the end of what the worker wrote to standard error, when the worker exited by itself.
     """
 
     incarnation: Incarnation
@@ -387,11 +399,11 @@ class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A running coordination service.
 
     Attributes:
-        world: the number of the world that it serves.
+        world: the number of the world that the service serves.
         num_processes: the processes that form that world.
         num_seats: the seats of that world, spare ones included.
-        address: of its host's agent, and its port on loopback there (see `service_address`).
-        pid: its process id.
+        address: address of the host's agent, and port of the service on loopback there (see `service_address`).
+        pid: the process id of the service.
     """
 
     world: WorldId
@@ -415,9 +427,10 @@ class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: what the process is doing.
-        pid: its process id.
-        memory_mib: its resident memory when it became ready, in MiB; 0 before.
-        worker: what it reports where it is a complete worker (`standby = "seat"`); None for other kinds.
+        pid: the process id of the standby.
+        memory_mib: resident memory of the standby when it became ready, in MiB; 0 before.
+        worker: what the standby reports where the standby is a complete worker (`standby = "seat"`); None for other
+            kinds.
     """
 
     state: StandbyState
@@ -434,30 +447,34 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         agent_id: an id that is new with each start of the agent.
         agent_pid: the process id of the agent.
         address: the host's address for the others.
-        port: of the agent at that address, where commands ask for its logs, and order it to end processes.
+        port: port of the agent at that address, where commands ask for its logs, and order it to end processes.
         versions: the versions of what must be equal on all hosts.
-        generation: the newest generation that the agent had read when it wrote this.
+        generation: the newest generation that the agent had read when it wrote this status.
         is_draining: whether the host leaves after a preemption notice.
         is_out_of_time: whether the time that such a notice leaves is over, so that the host leaves now.
-        is_spare: whether the host was started as a spare: it takes part only in the place of another.
+        is_spare: whether the host was started as a spare: a spare takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
         snapshots: the snapshots that were complete on this host when this was written. While members train, newer ones
             of the same generation are in `HostProgress` only.
         standby: the process that waits to replace the worker; None: none runs.
-        program: the id of the program that the host runs; empty before it has asked the others for theirs.
-        changed_program: the files of the program that have changed on disk since it began, for people; empty: none.
-        gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing, or not watched.
-        num_devices: of the host, also those that are out; 0: only JAX knows.
-        num_used: how many of them a worker uses that starts now; 0: all.
-        standby_devices: how many of them are sound and stand by: its worker uses others.
-        ended_for_return: the last worker that its agent ended because a device was back; 0: none. That was no failure.
-        gpu_uuids: of its GPUs, in order of their numbers; empty if they are not known.
-        reach: which members this host reaches; None: they go on, or it has not looked yet.
+        program: the id of the program that the host runs; empty before the host has asked the others for theirs.
+        changed_program: the files of the program that have changed on disk since the program began, for people; empty:
+            none.
+        gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing is wrong, or GPUs
+            are not watched.
+        num_devices: devices of the host, also those that are out; 0: only JAX knows.
+        num_used: how many devices a worker uses that starts now; 0: all.
+        standby_devices: how many devices are sound and stand by: the host's worker uses others.
+        ended_for_return: the last worker that the agent ended because a device was back; 0: no worker. Such an end is
+            no failure.
+        gpu_uuids: ids of the host's GPUs, in order of the GPUs' numbers; empty if not known.
+        reach: which members this host reaches; None: the members go on, or the host has not looked yet.
         metrics: the metrics that the worker had last reported, by name.
-        step: the number of steps that the worker had committed when this was written; newer: in `HostProgress`.
-        num_steps: how many it will have committed in the end; 0: not known.
+        step: the number of steps that the worker had committed when this was written; a newer number is in
+            `HostProgress`.
+        num_steps: steps that the worker will have committed in the end; 0: not known.
     """
 
     host: HostName

@@ -69,11 +69,11 @@ class RecoveryOption(msgspec.Struct, frozen=True, kw_only=True):
     """One action with its price.
 
     Attributes:
-        action: the action.
-        score: Chameleon's: the mean speed until the next failure, as a part of that of all the job's hosts.
+        action: what the job does.
+        score: Chameleon's score: the mean speed until the next failure, as a part of that of all the job's hosts.
         pause_s: how long no host trains at first.
-        speed: after it, as a part of that of all the job's hosts.
-        why_not: why it is not possible; empty: it is.
+        speed: speed after the pause, as a part of the speed of all the job's hosts.
+        why_not: why the action is not possible; empty: the action is possible.
     """
 
     action: RecoveryAction
@@ -97,20 +97,20 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         action: the option that was chosen.
-        number: the generation that stood.
-        reason: why, in a sentence.
+        number: the number of the generation that stood.
+        reason: one sentence for people.
         options: all options, the chosen one first, then by score.
         next_failure_s: the expected time to the next failure.
-        joining: of a choice while others train: the hosts that are ready to join.
+        joining: for a choice while others train: the hosts that are ready to join.
         awaited: the hosts that are waited for.
-        wait_s: how long they are, or how long until the choice is looked at again; 0: the action is carried out. A
-            stage that is kept with 0 is given up as soon as others have copies of its blocks.
-        slow: of a choice about slow hosts: the slowest one; empty: none is slow.
-        devices: of `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
-        stage_hosts: of a choice to keep stages: the hosts of all replicas in their order, the lost one among them.
-        plan_axes: in a job with planned axes, where they are known: those of the next generation.
-        has_new_axes: whether these are others than before.
-        prepare_s: of those: how long their programs were expected to take, in seconds; 0: they were ready.
+        wait_s: how long hosts are waited for, or how long until the choice is looked at again; 0: the action is carried
+            out. A stage that is kept with 0 is given up as soon as others have copies of its blocks.
+        slow: for a choice about slow hosts: the slowest host; empty: none is slow.
+        devices: for `FEWER_DEVICES`: the numbers of the slow host's devices that are taken out.
+        stage_hosts: for a choice to keep stages: the hosts of all replicas in order, the lost host among them.
+        plan_axes: in a job with planned axes, where they are known: the axes of the next generation.
+        has_new_axes: whether `plan_axes` are others than before.
+        prepare_s: how long the programs of those axes were expected to take, in seconds; 0: the programs were ready.
     """
 
     action: RecoveryAction
@@ -157,9 +157,9 @@ class MeasuredTime(msgspec.Struct, frozen=True):
     """A time that was measured in this job.
 
     Attributes:
-        change: of what.
+        change: what the time was measured of.
         recent_s: the last few measurements, the newest last.
-        count: how often it was measured.
+        count: how often the time was measured.
     """
 
     change: TimedChange
@@ -180,8 +180,8 @@ class HostFailures(msgspec.Struct, frozen=True):
     """How often something happened to a host.
 
     Attributes:
-        host: the host.
-        count: how often.
+        host: name of the affected host.
+        count: how often the event happened.
     """
 
     host: HostName
@@ -207,15 +207,16 @@ class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How often a host was lost for one cause, and how soon it was back.
 
     Attributes:
-        cause: why.
+        cause: cause of the losses.
         host: the host; empty: any host.
-        count: how often.
-        moments: the same, where of several hosts that were lost at one moment each counts a part.
-        recent: the same, where a loss counts the less the longer ago it was (`failure_forecast.RECENT_S`), at `last_s`.
-        last_s: when the last one was, in seconds of `JobHistory.observed_s`.
+        count: number of losses.
+        moments: number of losses, where of several hosts that were lost at one moment each counts a part.
+        recent: number of losses, where a loss counts the less the longer ago it was (`failure_forecast.RECENT_S`), at
+            `last_s`.
+        last_s: when the last loss was, in seconds of `JobHistory.observed_s`.
         return_s: the mean time until the host was ready to join again, in which the last few count most.
-        num_returns: how often that was measured.
-        streak: of a host: how often in a row, up to now. A host that is lost before it is back begins anew.
+        num_returns: how often a return was measured.
+        streak: for one host: losses in a row, up to now. A host that is lost before it is back begins anew.
     """
 
     cause: LossCause
@@ -233,9 +234,9 @@ class Absence(msgspec.Struct, frozen=True, kw_only=True):
     """A host that was lost, or has left, and is no member again yet.
 
     Attributes:
-        host: the host.
-        cause: why it is away.
-        number: the generation without it.
+        host: name of the absent host.
+        cause: cause of the loss or leave.
+        number: number of the generation without the host.
     """
 
     host: HostName
@@ -247,14 +248,14 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     """What leaders have seen of a job so far; each passes it on to the next in the generation.
 
     Attributes:
-        observed_s: how long the job was watched.
-        failures: how many losses of members there were; of several members at once it is one. Those that left after a
-            notice are none.
-        losses: by cause, of all hosts.
-        host_losses: by host and cause, the newest last.
+        observed_s: seconds for which the job was watched.
+        failures: how many losses of members there were; a loss of several members at once counts once. Members that
+            left after a notice do not count.
+        losses: losses by cause, of all hosts.
+        host_losses: losses by host and cause, the newest last.
         away: the hosts that are away now.
         step_s: the time of a step; 0: not known yet.
-        times: of changes.
+        times: times of changes.
     """
 
     observed_s: float = 0.0

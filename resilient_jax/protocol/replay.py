@@ -17,10 +17,10 @@ class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What to compute again.
 
     Attributes:
-        step: the step that is asked for: the replay begins with a checkpoint of at most so many steps.
+        step: step that is asked for: the replay begins with a checkpoint of at most so many steps.
         last_step: the last step to compute.
-        output: the path of the file that digests are written to.
-        from_start: begin with the initial state if there is no such checkpoint.
+        output: path of the file that digests are written to.
+        from_start: whether to begin with the initial state if there is no such checkpoint.
     """
 
     step: int
@@ -41,7 +41,7 @@ def find_replay_order() -> ReplayOrder | None:
     """Return the order that this process was started with; None: it trains.
 
     Raises:
-        MessageError: the variable has something else.
+        MessageError: the environment variable has something else.
     """
     encoded = os.environ.get(REPLAY_VARIABLE)
     if encoded is None:

@@ -18,11 +18,12 @@ class SlowHost(msgspec.Struct, frozen=True, kw_only=True):
     """A host that is slow, as a measurement has confirmed.
 
     Attributes:
-        host: the host.
-        kind: what of it is slow: a value of `health.finding.FindingKind`.
-        factor: how many times as long it takes as its peers.
-        since_step: the first step of which that is true.
-        devices: the numbers of its devices that are slower than its other ones; (): it has no others, or all are alike.
+        host: name of the slow host.
+        kind: what of the host is slow: a value of `health.finding.FindingKind`.
+        factor: how many times as long the host takes as its peers.
+        since_step: the first step in which the host was slow.
+        devices: the numbers of the host's devices that are slower than its other ones; (): the host has no others, or
+            all are alike.
     """
 
     host: HostName
@@ -46,19 +47,21 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """What slow hosts cost a job, once that has lasted. Speeds are parts of that with all hosts as fast as their peers.
 
     Attributes:
-        generation: in which it was measured; it says nothing about another one.
-        kept: the speed as it is, with shares by speed. Where layers are divided by speeds that hosts have no longer, it
-            is below 1 although no host is slow.
+        generation: generation in which the cost was measured; the cost says nothing about another generation.
+        kept: the present speed, with shares by speed. Where layers are divided by speeds that hosts have no longer,
+            `kept` is below 1 although no host is slow.
         host: the slowest host; empty: none is slow.
-        replaced: the speed with a sound host in its place.
-        without: the speed without it; 0: the others cannot do without it.
-        redivided: the speed with a pipeline's layers divided by `speeds`; 0: they are, or it is no pipeline.
-        speeds: by which layers would be divided.
-        devices: of the slowest host, the numbers of those that would be left out because they are slower than its other
-            ones; (): none would.
-        slow_devices: of the slowest host, the numbers of all that are slower than its other ones.
-        fewer_devices: the speed without them, if no other device takes their place; 0: the host cannot do without them.
-        why_all_devices: why none would be left out, or why the host cannot do without them.
+        replaced: the speed with a sound host in the place of the slowest host.
+        without: the speed without the slowest host; 0: the others cannot do without that host.
+        redivided: the speed with a pipeline's layers divided by `speeds`; 0: layers are divided so, or the job is no
+            pipeline.
+        speeds: speeds of hosts by which layers would be divided.
+        devices: numbers of the slowest host's devices that would be left out because they are slower than its other
+            ones; (): no device would.
+        slow_devices: numbers of all devices of the slowest host that are slower than its other ones.
+        fewer_devices: the speed without `devices`, if no other device takes their place; 0: the host cannot do without
+            them.
+        why_all_devices: why no device would be left out, or why the host cannot do without `devices`.
     """
 
     generation: GenerationNumber
@@ -78,9 +81,9 @@ class DeviceTakenOut(msgspec.Struct, frozen=True):
     """A device that was taken out because it was slow.
 
     Attributes:
-        host: its host.
-        device: its number on that host, from 0.
-        count: how often it was.
+        host: the device's host.
+        device: the device's number on that host, from 0.
+        count: how often the device was taken out.
     """
 
     host: HostName
@@ -93,13 +96,14 @@ class SlownessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         decision: the last choice; None: there was none to make.
-        speeds: by which a pipeline's layers are divided.
-        divided_in: the number of the generation in which that has changed last; 0: never.
-        taken_out: how often hosts were taken out because they were slow, the last one last.
-        out: the hosts that were taken out so, and were no members since, the last one last.
-        taken_out_as: the hosts that were taken out last, each as it was reported then, the last one last.
-        devices: those that were taken out because they were slow, the last one last. Their hosts stay members.
-        restarting: the members, by host and incarnation, whose hosts are to start them again without such devices.
+        speeds: speeds of hosts by which a pipeline's layers are divided.
+        divided_in: the number of the generation in which the division has changed last; 0: never.
+        taken_out: how often hosts were taken out because they were slow, the latest last.
+        out: the hosts that were taken out because they were slow, and were no members since, the last one last.
+        taken_out_as: the hosts that were taken out last, each as it was reported then, the latest last.
+        devices: devices that were taken out because they were slow, the latest last. Their hosts stay members.
+        restarting: the members, by host and incarnation, whose hosts are to start these members again without such
+            devices.
     """
 
     decision: RecoveryDecision | None = None

@@ -31,7 +31,7 @@ class ParityGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that keep parity for each other.
 
     Attributes:
-        hosts: the hosts in order; a host's index here determines which chunks and parity it has.
+        hosts: the hosts in order; a host's index in `hosts` determines which chunks and parity the host has.
         parity: m, the number of hosts that may be lost. 0: none may.
     """
 
@@ -43,10 +43,10 @@ class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parts and parity of a generation's snapshots are. Every worker computes the same.
 
     Attributes:
-        generation: that takes the snapshots.
-        groups: every host is in one.
-        part_bytes: of each host's part.
-        server_endpoints: where each host's snapshot server listens.
+        generation: generation that takes the snapshots.
+        groups: groups of hosts; every host is in one group.
+        part_bytes: bytes of each host's part.
+        server_endpoints: address of each host's snapshot server.
         root: the host whose server counts the complete hosts.
     """
 
@@ -75,12 +75,12 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: the snapshot's identity.
-        phase: how far it is on this host.
-        group: this host's parity group, as in its layout. Not all of them: each host would report every host.
+        phase: how far the snapshot is on this host.
+        group: this host's parity group, as in the snapshot's layout. Not all groups: each host would report every host.
         group_index: the index of that group in the layout.
         num_groups: how many groups the layout has.
-        nbytes: the bytes that it takes in this host's memory, with parity.
-        wall_s: when it became complete here, in seconds since 1970.
+        nbytes: the bytes that the snapshot takes in this host's memory, with parity.
+        wall_s: when the snapshot became complete on this host, in seconds since 1970.
     """
 
     id: SnapshotId
@@ -96,8 +96,8 @@ class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):
     """A host whose server has a complete snapshot.
 
     Attributes:
-        host: the host.
-        endpoint: the address of its snapshot server.
+        host: name of the server's host.
+        endpoint: the address of the host's snapshot server.
     """
 
     host: HostName
@@ -109,8 +109,8 @@ class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: the snapshot's identity.
-        groups: its parity groups, as in its layout.
-        sources: the hosts that have it complete; enough of every group.
+        groups: parity groups of the snapshot, as in its layout.
+        sources: the hosts that have the snapshot complete; enough hosts of every group.
     """
 
     id: SnapshotId
@@ -135,8 +135,8 @@ class VoidSnapshots(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots that a host which computed wrongly may have touched.
 
     Attributes:
-        before: taken in generations before this one,
-        after_step: of states of more steps than so many.
+        before: snapshots that were taken in generations before this one are void,
+        after_step: if their states have more steps than this.
     """
 
     before: GenerationNumber
@@ -151,8 +151,8 @@ class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A host's running snapshot server.
 
     Attributes:
-        endpoint: the address where it listens for other hosts.
-        pid: its process id.
+        endpoint: the address where the server listens for other hosts.
+        pid: the process id of the server.
     """
 
     endpoint: str

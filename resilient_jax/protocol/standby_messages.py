@@ -17,9 +17,9 @@ class PrepareStandby(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: get as far as a worker can without a world, and wait.
 
     Attributes:
-        command: the script and its arguments.
-        imports: what to import; None: run the script up to `rj.run`.
-        program: as in `WorkerSettings`.
+        command: path of the script, and its arguments.
+        imports: modules to import; None: run the script up to `rj.run`.
+        program: id as in `WorkerSettings`.
     """
 
     command: tuple[str, ...]
@@ -31,8 +31,7 @@ class PromoteStandby(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: be the worker. Its descriptors: the connections to agent and snapshot server, the death pipe.
 
     Attributes:
-        settings: of the worker.
-        environment: that a worker starts with, for the script to find.
+        environment: environment that a worker starts with, for the script to find.
     """
 
     settings: WorkerSettings
@@ -43,7 +42,7 @@ class StandbyReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The standby waits for its promotion.
 
     Attributes:
-        failed_imports: modules that it could not import; the script imports them itself.
+        failed_imports: modules that the standby could not import; the script imports them itself.
     """
 
     failed_imports: int = 0

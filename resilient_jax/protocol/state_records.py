@@ -13,7 +13,7 @@ class StateSource(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: the member's host.
-        endpoint: the address where it serves the state.
+        endpoint: the address where the member serves the state.
     """
 
     host: HostName
@@ -24,10 +24,11 @@ class StageLoss(msgspec.Struct, frozen=True, kw_only=True):
     """What the loss of hosts at one moment would make of a pipeline. Speeds are parts of the present one.
 
     Attributes:
-        hosts: that are lost.
-        kept: the speed with their stages kept: their replicas compute nothing; 0: the others cannot do without these.
+        hosts: hosts that are lost.
+        kept: the speed with the lost hosts' stages kept, whose replicas compute nothing; 0: the others cannot do
+            without these replicas.
         cut: the speed with the model cut anew over the hosts that are left.
-        move_s: how long all wait for that until blocks have moved, in seconds.
+        move_s: how long all hosts wait until blocks have moved for a new cut, in seconds.
     """
 
     hosts: tuple[HostName, ...]
@@ -41,11 +42,12 @@ class StageOutlook(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         replicas: the hosts of each replica that computes.
-        idle: the hosts of those that compute nothing, because a stage is kept for an absent one.
+        idle: the hosts of replicas that compute nothing, because a stage is kept for an absent host.
         kept: the speed as a part of the present one with so many of the replicas broken, and stages kept; the first
-            number is that of none. 0: no replica is left.
-        cut: the same with the model cut anew without so many hosts.
-        move_s: how long all wait for that until blocks have moved, in seconds, if no host has what it needs.
+            number is for no broken replica. 0: no replica is left.
+        cut: the speed with the model cut anew without so many hosts, as a part of the present one.
+        move_s: how long all hosts wait until blocks have moved for a new cut, in seconds, if no host has the blocks
+            that it needs.
     """
 
     replicas: tuple[tuple[HostName, ...], ...]
@@ -82,13 +84,13 @@ class StatePart(msgspec.Struct, frozen=True):
     """What one worker has in memory of a state that is divided into units, such as the blocks of a model.
 
     Attributes:
-        runs: the units that it has, as ranges (first, end), ascending.
-        num_units: of the state; the same on every host.
-        generation: in which this worker had it last.
-        losses: of the first three members: what the loss of each host of that generation, or of two, would make of the
-            pipeline.
-        outlook: of the first nine: the same of any hosts, by their number alone.
-        order: of the same nine: the hosts of its replicas in their order, with those whose stages are kept.
+        runs: the units that the worker has, as ranges (first, end), ascending.
+        num_units: units of the state; the same on every host.
+        generation: generation in which this worker had the part last.
+        losses: from the first three members: what the loss of each host of that generation, or of two, would make of
+            the pipeline.
+        outlook: from the first nine members: what the loss of any hosts would make of it, by their number alone.
+        order: from the same nine: the hosts of the pipeline's replicas in order, with those whose stages are kept.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -134,10 +136,11 @@ class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: how many steps were committed.
-        is_lower_bound: there may have been more, because no host is left that has committed the newest.
-        reason: what is lost and what survives.
-        checkpoint_step: the step of the newest checkpoint that a host sees on storage; None: the job restarts with
-            its initial state, by its policy.
+        is_lower_bound: whether more steps may have been committed, because no host is left that has committed the
+            newest.
+        reason: text for people: what is lost and what survives.
+        checkpoint_step: the step of the newest checkpoint that a host sees on storage; None: the job restarts with its
+            initial state, by the job's policy.
     """
 
     step: int
@@ -150,9 +153,9 @@ class NextMembers(msgspec.Struct, frozen=True, kw_only=True):
     """The hosts that a planned change leads to, for which the members of a pipeline copy blocks before they pause.
 
     Attributes:
-        hosts: in order of their seats. Others may be members in the end: then blocks move in the pause.
-        layer_speeds: of those that get fewer layers, as parts of the speed of their peers.
-        copy_timeout_s: after so long the members pause, whether all have their copies or not.
+        hosts: hosts in order of their seats. Other hosts may be members in the end: then blocks move in the pause.
+        layer_speeds: speeds of hosts that get fewer layers, as parts of the speed of their peers.
+        copy_timeout_s: seconds after which the members pause, whether all have their copies or not.
     """
 
     hosts: tuple[HostName, ...]

@@ -18,11 +18,11 @@ class RunEntry(msgspec.Struct, frozen=True, tag="run", kw_only=True):
     """What a worker process runs, and on what.
 
     Attributes:
-        command: the script's absolute path, and its arguments.
-        working_directory: of the process.
+        command: absolute path of the script, and its arguments.
+        working_directory: directory in which the process was started.
         platform: JAX's name for the devices, such as "cpu".
-        num_devices: of the host.
-        script: as `describe_script` returns it.
+        num_devices: devices of the host.
+        script: description of the script, as `describe_script` returns it.
         wall_s: when the process began, in seconds since 1970.
     """
 
@@ -39,9 +39,9 @@ class SumDigest(msgspec.Struct, frozen=True, kw_only=True):
     """The digest of one accumulation's sum over all microbatches.
 
     Attributes:
-        digest: in hexadecimal digits.
-        num_microbatches: of the step.
-        reduction: how they were added up; the digest of a "fast" sum depends on the hosts.
+        digest: hexadecimal digits.
+        num_microbatches: microbatches of the step.
+        reduction: how microbatches were added up; the digest of a "fast" sum depends on the hosts.
         replica: the shape of the replicas, on which the bits of a microbatch depend.
     """
 
@@ -55,9 +55,9 @@ class StepDigests(msgspec.Struct, frozen=True, tag="step", kw_only=True):
     """What was computed in one committed step.
 
     Attributes:
-        step: its index; the state is that after `step + 1` steps.
-        sums: of its accumulations, by name.
-        state: digest of the committed state; "" where no host has all of it.
+        step: index of the step; the state is the one after `step + 1` steps.
+        sums: digests of the step's accumulations, by name.
+        state: digest of the committed state; "" where no host has the whole state.
     """
 
     host: str

@@ -12,13 +12,13 @@ class ReplicaWork(msgspec.Struct, frozen=True, array_like=True):
     """Microbatches of a step that one replica of a host computed, from the first's start to the last's end.
 
     Attributes:
-        slot: which of the host's replicas.
-        microbatches: how many; at least 1.
-        tokens: N, the sum of the lengths of their documents and padding; the number of microbatches where
+        slot: index of the host's replica.
+        microbatches: number of microbatches, at least 1.
+        tokens: N, the sum of the lengths of the microbatches' documents and padding; the number of microbatches where
             lengths are unknown.
-        squares: the sum of the squares of these lengths; 0 where they are unknown.
+        squares: the sum of the squares of these lengths; 0 where lengths are unknown.
         seconds: from begin to end, without waits for other hosts.
-        input_s: of these, how long the replica's thread waited for its data.
+        input_s: the part of `seconds` in which the replica's thread waited for data.
     """
 
     slot: int
@@ -33,15 +33,15 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """One step of a host.
 
     Attributes:
-        step: the step.
-        works: of the host's replicas, one or several of each. Empty if it computed none alone: in a replica on several
-            hosts each waits for the slowest.
-        wait_s: from the end of its last microbatch to the end of the reduction.
-        update_s: from there until the updated state is computed.
-        is_disturbed: the times are not those of an ordinary step: programs were compiled or loaded, a step was repeated
-            or finished after a failure.
-        received_bytes: of boundary values and sums that came by mail since the step before, in a pipeline.
-        received_s: how long these were under way: for each from its first byte to its last, as its receiver saw them.
+        works: work of the host's replicas, one or several for each. Empty if the host computed no replica alone: in a
+            replica on several hosts each host waits for the slowest.
+        wait_s: time from the end of the host's last microbatch to the end of the reduction.
+        update_s: time from the end of the reduction until the updated state is computed.
+        is_disturbed: whether the times are not those of an ordinary step: programs were compiled or loaded, a step was
+            repeated or finished after a failure.
+        received_bytes: bytes of boundary values and sums that came by mail since the step before, in a pipeline.
+        received_s: sum of the times that these were under way: for each value from its first byte to its last, as the
+            receiver saw them.
     """
 
     step: int

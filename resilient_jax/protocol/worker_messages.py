@@ -25,8 +25,8 @@ class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: report before which step you can stop, and do not start that step until the next order.
 
     Attributes:
-        next_members: those that blocks are copied for before that; None: nothing is copied.
-        ends_job: the job ends there; a training that saves checkpoints gets one more step, in which it does.
+        next_members: members that blocks are copied for before the pause; None: nothing is copied.
+        ends_job: whether the job ends at that step; a training that saves checkpoints gets one more step to save one.
     """
 
     generation: GenerationNumber
@@ -38,7 +38,8 @@ class RunToBoundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: run up to this step, do not start it, unwind, report idle.
 
     Attributes:
-        takes_snapshot: if no host has all of the state, wait for a snapshot of it before that.
+        takes_snapshot: whether to wait for a snapshot of the state before the boundary, where no host has the whole
+            state.
     """
 
     generation: GenerationNumber
@@ -62,9 +63,8 @@ class TakeSeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Order: connect to a spare seat of the world in which others train, load programs, report idle.
 
     Attributes:
-        generation: in which the others train; it names this worker as a newcomer.
-        host: of this worker. Where that is a member's, this worker is its standby, and is to replace it.
-        seat: the seat.
+        generation: generation in which the others train, which names this worker as a newcomer.
+        host: host of this worker. If the host has a member, this worker is the standby that is to replace that member.
         relay_address: where the worker reaches the coordination service of the world.
     """
 
@@ -157,8 +157,7 @@ class StacksTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The stacks of all threads, for a file of the run folder.
 
     Attributes:
-        why: they were taken.
-        stacks: the text.
+        why: why the stacks were taken.
     """
 
     why: str
@@ -172,8 +171,8 @@ class ImportsReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         modules: the file of each module, by name, in the order in which their imports ended; none of the script's own
             folder.
         search_path: `sys.path` without the script's folder.
-        environment: of the worker: libraries read their settings from it when they are imported, and the script may
-            have changed it before.
+        environment: variables of the worker: libraries read their settings from the environment when they are imported,
+            and the script may have changed it before.
     """
 
     modules: dict[str, str]
@@ -238,20 +237,22 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
-        failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
-        compile_cache_bytes: of compiled programs on this host.
-        collective_timeout_s: how long a step waits for a peer's message at most.
-        hang_timeout_s: the least deadline of a task that every step has; see `JobConfig`.
+        failure_domain: what fails together with this host, such as a rack; empty: the host itself.
+        compile_cache_bytes: limit of the compiled programs on this host.
+        collective_timeout_s: the longest time that a step waits for a peer's message.
+        hang_timeout_s: the least deadline of a task that every step has; as in `JobConfig`.
         user_code_timeout_s: the least deadline of all other tasks.
-        stall_dump_s: after how long a process whose threads cannot run Python prints their stacks.
+        stall_dump_s: time after which a process whose threads cannot run Python prints their stacks.
         live_nodes: whether members meet in the coordination service before their first collective.
-        is_standby: whether this worker keeps the low priority that its agent gave it, until it replaces another.
+        is_standby: whether this worker keeps the low priority that the agent gave the worker, until the worker replaces
+            another.
         digest_log: the file for digests of steps; "" for none.
-        digest_interval_steps: steps between two that are recorded there.
-        audit_share: of microbatches, which two hosts compute.
+        digest_interval_steps: steps between two entries of that file.
+        audit_share: part of the microbatches that two hosts compute.
         devices: the numbers, on the host, of the devices that the worker sees, in their order; (): all, or not known.
         devices_after_loss: what hosts do with the devices that are left when others are taken out; see `JobConfig`.
-        program: the folder in which the program of the job is kept; "": in none, it is read where it is.
+        program: the folder in which the program of the job is kept; "": in no folder, and the program is read where it
+            is.
     """
 
     job: str

@@ -39,10 +39,10 @@ class OverdueTask(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         task: what the worker is at work on.
-        step: the step that it is in.
-        place: where its thread is, such as "`load_batch`, line 40 of train.py".
-        silent_s: how long it had made no progress, in seconds, when this was reported; reported again when doubled.
-        deadline_s: what was exceeded, in seconds; of a sum, what may not be exceeded yet.
+        step: the step that the worker is in.
+        place: where the worker's thread is, such as "`load_batch`, line 40 of train.py".
+        silent_s: how long the task had made no progress, in seconds, when it was reported; reported again when doubled.
+        deadline_s: deadline that was exceeded, in seconds; of a sum, one that may not be exceeded yet.
     """
 
     task: WorkerTask

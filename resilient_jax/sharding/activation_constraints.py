@@ -40,8 +40,7 @@ def constrain_activations(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> 
     """Return the same function of a state and a batch, its activations constrained to the sharding of the batch.
 
     Args:
-        function: the first dim of each array of its batch is the batch dim.
-        mesh: of the plan.
+        function: the first dim of each array of the function's batch is the batch dim.
     """
 
     def constrained(state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function gives
@@ -118,8 +117,8 @@ def propagate_batch_dims(jaxpr: core.Jaxpr, dims: BatchDims) -> BatchDims:
     """Return the batch dim of each output of a jaxpr.
 
     Args:
-        jaxpr: of a program, or of a body in it.
-        dims: of its arguments.
+        jaxpr: jaxpr of a program, or of a body in a program.
+        dims: batch dims of the jaxpr's arguments.
     """
     return tuple(walk(jaxpr, dims, _propagate, read_constant=lambda _: None, read_literal=lambda _: None))
 

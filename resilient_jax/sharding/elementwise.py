@@ -60,7 +60,6 @@ def find_elementwise(closed: core.ClosedJaxpr, pairs: Sequence[tuple[int, int]])
     """Return of each argument of a program whether it may be raveled.
 
     Args:
-        closed: the program.
         pairs: (argument, result), by index, that are to be both raveled or both not: a state before and after.
     """
     jaxpr = closed.jaxpr

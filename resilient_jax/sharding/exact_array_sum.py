@@ -50,10 +50,10 @@ class _Format:
 
     Attributes:
         inner: dims along which words are added up.
-        outer: those along which digits are added up then; there may be none.
+        outer: dims along which digits are added up after the words; may be empty.
         num_words: K, words of an addend.
-        word_bits: W.
-        digits_per_word: after the words are added up. 1: where `outer` is empty, words are the digits.
+        word_bits: W, bits of a word.
+        digits_per_word: digits of a word after the words are added up. 1: where `outer` is empty, words are the digits.
         num_carries: digits above those of the first word; none where `outer` is empty.
     """
 
@@ -75,9 +75,9 @@ class _Integers:
     """What is known of sums before they are floats again.
 
     Attributes:
-        highest: the bits of the largest addend, a NaN or infinity if there is one.
-        lowest: those of the largest of the negated addends.
-        digits: int32, the highest first.
+        highest: bits of the largest addend; of a NaN or infinity if there is one.
+        lowest: bits of the largest negated addend.
+        digits: int32 digits of the sums, the highest first.
     """
 
     highest: jax.Array
@@ -94,8 +94,8 @@ def sum_exactly(sums: Sequence[tuple[jax.Array, Sequence[int]]]) -> list[jax.Arr
     Together they are a program of fewer operations than one by one, with the same bits.
 
     Args:
-        sums: of each the array, floating-point, of at most `MAX_DIM_SIZE` elements along each of the dims; and these
-            dims, not negative, each once.
+        sums: pairs of a floating-point array, of at most `MAX_DIM_SIZE` elements along each of the dims, and these
+            dims: not negative, each once.
     """
     found: dict[int, jax.Array] = {}
     groups = collections.defaultdict[Any, list[int]](list)

@@ -59,9 +59,9 @@ class InexactOperation:
     """An operation whose bits may depend on how its arrays are sharded.
 
     Attributes:
-        primitive: its name.
-        shape: of its first floating-point array.
-        arguments: the indexes of the program's arguments that it is computed from.
+        primitive: JAX's name of the primitive.
+        shape: shape of the operation's first floating-point array.
+        arguments: indexes of the program's arguments that the operation is computed from.
     """
 
     primitive: str
@@ -125,8 +125,8 @@ def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.
     """Return the results of a program, with the same bits however arrays are sharded.
 
     Args:
-        closed: the program; `find_inexact` finds nothing in it.
-        arguments: its arrays.
+        closed: program in which `find_inexact` finds nothing.
+        arguments: arrays, one for each argument of the program.
         zero: int32[] that is 0, and that the compiler cannot know to be 0.
     """
     found = _evaluate(zero, closed.jaxpr, closed.consts, arguments)
@@ -143,7 +143,7 @@ def make_exact(
     """Return the program that `apply_exactly` applies.
 
     Args:
-        closed: the program; `find_inexact` finds nothing in it.
+        closed: program in which `find_inexact` finds nothing.
         find_zero: returns `zero` from the program's arguments.
     """
     return jax.make_jaxpr(lambda *arguments: apply_exactly(closed, arguments, find_zero(arguments)))(

@@ -25,8 +25,8 @@ class Holders(NamedTuple):
     """Who has an array.
 
     Attributes:
-        host: this one; another if this one does not have it.
-        hosts: all that have it, in the same order on every host.
+        host: this host, or another if this host does not have the array.
+        hosts: hosts that have the array, in the same order on every host.
     """
 
     host: HostName
@@ -37,9 +37,9 @@ def make_holder_mesh(hosts: Sequence[HostName], host: HostName, local: Mesh) -> 
     """Return the mesh of arrays that these hosts have, and no other.
 
     Args:
-        hosts: that have the arrays, in the same order on every host.
-        host: this one, which is among them.
-        local: the mesh of this host's devices.
+        hosts: hosts that have the arrays, in the same order on every host.
+        host: this host, which is among them.
+        local: mesh of this host's devices.
     """
     return _make_mesh(Holders(host, tuple(hosts)), local.devices, local)
 
@@ -48,9 +48,9 @@ def make_absent_mesh(hosts: Sequence[HostName], device: Device, local: Mesh) -> 
     """Return the mesh of arrays that these hosts have, and not this one.
 
     Args:
-        hosts: that have the arrays, in the same order on every host.
-        device: of the first of them.
-        local: the mesh of this host's devices, whose axes the mesh has.
+        hosts: hosts that have the arrays, in the same order on every host.
+        device: a device of the first of these hosts.
+        local: the mesh of this host's devices, whose axes the result has.
     """
     grid = np.array([device]).reshape((1,) * local.devices.ndim)
     return _make_mesh(Holders(hosts[0], tuple(hosts)), grid, local)
@@ -76,9 +76,9 @@ def make_holder_array(array: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """Return an array of this host as the one that all its holders have.
 
     Args:
-        array: on this host's devices, sharded by `spec`; shares its memory with the result.
-        mesh: of `make_holder_mesh`.
-        spec: over the axes of each host.
+        array: array on this host's devices, sharded by `spec`; shares its memory with the result.
+        mesh: mesh of `make_holder_mesh`.
+        spec: spec over the axes of each host.
     """
     return jax.make_array_from_single_device_arrays(
         array.shape,
@@ -92,9 +92,9 @@ def make_non_addressable_array(like: jax.ShapeDtypeStruct, mesh: Mesh, spec: P) 
     """Return an array that other hosts have, which takes no memory here.
 
     Args:
-        like: its shape and dtype.
-        mesh: of `make_absent_mesh`.
-        spec: over the axes of each host.
+        like: shape and dtype of the array.
+        mesh: mesh of `make_absent_mesh`.
+        spec: spec over the axes of each host.
     """
     return jax.make_array_from_single_device_arrays(
         like.shape, NamedSharding(mesh, spec), [], dtype=like.dtype
@@ -105,8 +105,8 @@ def read_holder_array(array: jax.Array, local: Mesh) -> jax.Array | None:
     """Return this host's array of one that holders have; None: it has none.
 
     Args:
-        array: over a mesh of this module.
-        local: the mesh of this host's devices.
+        array: array over a mesh of this module.
+        local: mesh of this host's devices.
     """
     shards = array.addressable_shards
     if not shards:

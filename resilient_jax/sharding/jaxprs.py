@@ -47,10 +47,9 @@ def walk(
     """Interpret a jaxpr: give every variable a value, equation by equation, and return the values of the outputs.
 
     Args:
-        jaxpr: the program.
-        inputs: one value for each of its arguments.
-        apply: returns the values of an equation's results from those of its operands. It decides whether to enter the
-            jaxprs inside the equation, by calling `walk` again.
+        inputs: one value for each argument of the jaxpr.
+        apply: returns the values of an equation's results from those of its operands. `apply` decides whether to enter
+            the jaxprs inside the equation, by calling `walk` again.
         read_constant: returns the value of a constant variable of the jaxpr.
         read_literal: returns the value of a literal operand.
     """
@@ -71,9 +70,9 @@ class InlinedEquation:
     """An equation of a program whose calls are inlined.
 
     Attributes:
-        equation: as it is in its own jaxpr.
-        operands: literals, and of the others the names of their values.
-        results: names.
+        equation: as it stands in the jaxpr that has it.
+        operands: literals, or names of values.
+        results: names of values.
     """
 
     equation: core.JaxprEqn
@@ -87,9 +86,9 @@ class InlinedProgram:
 
     Attributes:
         equations: in an order in which each value is computed before it is used.
-        constants: of each name the value.
-        inputs: names of the arguments.
-        outputs: literals, and of the others the names.
+        constants: values by name.
+        inputs: names of the program's arguments.
+        outputs: literals, or names of values.
     """
 
     equations: list[InlinedEquation]
@@ -151,7 +150,7 @@ def iterate_equations(jaxpr: Any, *, skip_inside: frozenset[str] = frozenset()) 
     """Yield every equation of a jaxpr and of the jaxprs inside its equations, outer before inner.
 
     Args:
-        jaxpr: closed or not.
+        jaxpr: a jaxpr, closed or not.
         skip_inside: names of primitives that are yielded without the equations inside of them.
     """
     for equation in unwrap_jaxpr(jaxpr).eqns:
@@ -180,9 +179,9 @@ class Body(NamedTuple):
     """The jaxpr that a call or a scan applies.
 
     Attributes:
-        parameter: name of the equation's parameter that holds it.
-        jaxpr: without its constants.
-        consts: values of its constants.
+        parameter: name of the equation's parameter that holds the jaxpr.
+        jaxpr: jaxpr without its constants.
+        consts: values of the jaxpr's constants.
         is_closed: whether JAX holds the jaxpr together with its constants.
     """
 

@@ -21,10 +21,10 @@ class LayerPosition:
     """The position of a parameter among equal layers.
 
     Attributes:
-        path: of the parameter, with `*` for the number of the layer.
+        path: path of the parameter, with `*` for the number of the layer.
         layer: number of the layer; None: the parameter is in no layer, or in all of them.
         copies: number of layers that have such a parameter; 1 outside of layers.
-        stack_dim: the dim over which layers are stacked; None: they are not.
+        stack_dim: the dim over which layers are stacked; None: layers are not stacked.
     """
 
     path: str
@@ -44,8 +44,8 @@ def find_layer_positions(
     """Return the position of each parameter.
 
     Args:
-        shapes: of all parameters, by path.
-        names: of the dims of each, by path.
+        shapes: shapes of all parameters, by path.
+        names: names of the dims of each parameter, by path.
     """
     stacked = {path: dims.index(LAYERS) for path, dims in names.items() if LAYERS in dims}
     if stacked:

@@ -67,10 +67,9 @@ def name_dims(
     """Return the name of each dim of a parameter.
 
     Args:
-        path: of the parameter.
-        shape: of the parameter.
+        path: path of the parameter in the model's tree.
         metadata_names: names in the model's metadata, by path.
-        logical_axis_rules: the rules, and the known names.
+        logical_axis_rules: rules, and the known names.
 
     Raises:
         CallerError: there are more names than dims, or a name without an entry in `mesh_axes`.

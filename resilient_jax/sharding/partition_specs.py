@@ -36,10 +36,9 @@ class NamedLeaf:
     """An array of a state.
 
     Attributes:
-        path: without the wrappers that Flax adds.
-        shape: of the array.
-        names: in its metadata.
-        is_key: whether it holds random keys, which are never sharded.
+        path: path without the wrappers that Flax adds.
+        names: names of the dims in the array's metadata.
+        is_key: whether the array holds random keys, which are never sharded.
     """
 
     path: str
@@ -52,9 +51,9 @@ class StatePartitioner:
     """Makes the `PartitionSpec` of each array of a program's state.
 
     Args:
-        program_cost: of the program; its tensors name the dims.
-        sizes: of a plan's axes.
-        logical_axis_rules: for what the program cost does not have.
+        program_cost: cost of the program; its tensors name the dims.
+        sizes: sizes of a plan's axes.
+        logical_axis_rules: rules for what the program cost does not have.
     """
 
     def __init__(
@@ -157,8 +156,9 @@ def make_batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: in
 
     Args:
         batch: arrays or their shapes; the first dim of each is the batch dim.
-        sizes: of the plan's axes.
-        sequence_tokens: of an example; the axis `sequence` shards second dims of this size.
+        sizes: sizes of the plan's axes.
+        sequence_tokens: tokens of an example; the axis `sequence` shards second dims of this size. None: examples are
+            no sequences.
 
     Raises:
         CallerError: an axis does not divide the examples, or the sequence axis shards no array.

@@ -32,7 +32,7 @@ class Placement(abc.ABC):
     """Gives each leaf its sharding; usable as `World.restore_or_init(sharding=)`.
 
     Attributes:
-        mesh: with devices, or abstract.
+        mesh: mesh with devices, or abstract.
     """
 
     mesh: Mesh | AbstractMesh
@@ -79,11 +79,7 @@ class RaveledPlacement(Placement):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlacement(Placement):
-    """Every leaf sharded as the parameter of the same shape whose path ends the leaf's path; others replicated.
-
-    Attributes:
-        parameter_specs: of the parameters.
-    """
+    """Every leaf sharded as the parameter of the same shape whose path ends the leaf's path; others replicated."""
 
     parameter_specs: ParameterSpecs
 
@@ -136,8 +132,8 @@ def fully_sharded(mesh: Mesh | AbstractMesh) -> FullyShardedPlacement:
     (Zhao et al. 2023, https://arxiv.org/abs/2304.11277; Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.)
 
     Args:
-        mesh: of any axes; the hosts' axis first, so that a dim that is divisible by hosts and by local devices, but
-            not by their product, is sharded over hosts where that gives no fewer shards.
+        mesh: mesh of any axes; the hosts' axis first, so that a dim that is divisible by hosts and by local devices,
+            but not by their product, is sharded over hosts where that gives no fewer shards.
 
     >>> from jax.sharding import AbstractMesh
     >>> rule = fully_sharded(AbstractMesh((3, 2), ("host", "local")))

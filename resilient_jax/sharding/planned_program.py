@@ -26,8 +26,8 @@ class PlannedProgram:
     """A function of a state and a batch, compiled for a plan's devices.
 
     Attributes:
-        mesh: of the plan, or of one of its replicas.
-        state_shardings, batch_shardings: of the arguments, for `jax.device_put`,
+        mesh: mesh of the plan, or of one of the plan's replicas.
+        state_shardings, batch_shardings: shardings of the arguments, for `jax.device_put`,
             `World.restore_or_init(sharding=)`, `jax.make_array_from_process_local_data`.
         compiled: JAX's compiled program, with `memory_analysis()` and `cost_analysis()`.
         compile_s: seconds that the compilation took on this host.
@@ -48,8 +48,8 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
     """Return the plan's mesh: axes replica, pipeline, fsdp, expert, sequence, tensor, outermost first.
 
     Args:
-        plan: the plan.
-        devices: all devices of the topology, host by host in its order; the plan leaves out its spares.
+        plan: the plan whose devices the mesh has.
+        devices: all devices of the topology, host by host in the topology's order; the plan leaves out its spares.
         replica: index of the one replica whose devices to take; None: all replicas.
 
     Raises:
@@ -86,7 +86,7 @@ def make_state_shardings(
     from Flax metadata (NNX variables, Linen boxes). An array that none of them names is sharded by fsdp alone.
 
     Args:
-        plan: the plan.
+        plan: the plan whose axes shard the state.
         state: a tree of arrays or of `jax.ShapeDtypeStruct`: parameters and optimizer state.
         mesh: the mesh of `make_mesh`.
         logical_axis_rules: `rj.LogicalAxisRules`, or None.
@@ -116,7 +116,7 @@ def compile_plan(
     collectives.
 
     Args:
-        plan: the plan.
+        plan: the plan that the program is compiled for.
         function: a training step, a loss, or any function of a state and a batch. It is traced here. A bare
             `PartitionSpec` in it is over the axes of `make_mesh`.
         state: a tree of arrays or of `jax.ShapeDtypeStruct`.

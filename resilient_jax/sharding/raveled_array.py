@@ -28,8 +28,8 @@ class RaveledArray:
     """An array whose elements are kept in a padded vector; a node of a pytree, and what comes after n is unspecified.
 
     Attributes:
-        vector: [n] without padding, or more.
-        shape: of the array that it represents, of n elements.
+        vector: [n], or longer with padding.
+        shape: shape of the represented array, of n elements.
     """
 
     vector: Any

@@ -34,9 +34,9 @@ class StageSharding:
     """The sharding of weights, and of what programs compute of them.
 
     Attributes:
-        mesh: of `STAGE_AXES`, over the devices of one host or without devices.
-        weight_specs: of weights by name; those without one are replicated.
-        num_examples: of a microbatch. Values whose first dim has so many rows are sharded along it.
+        mesh: mesh of `STAGE_AXES`, over the devices of one host or without devices.
+        weight_specs: specs of weights by name; weights without a spec are replicated.
+        num_examples: examples of a microbatch. Values whose first dim has so many rows are sharded along it.
     """
 
     mesh: Mesh | AbstractMesh
@@ -93,9 +93,9 @@ def make_abstract_stage_mesh(sizes: Mapping[str, int], devices: Sequence[Device]
     """Return the mesh of a stage without devices.
 
     Args:
-        sizes: of `STAGE_AXES`; a missing one is 1.
-        devices: of a host. JAX has their kind in the type of what is traced with such a mesh, so it must be there if
-            there are several.
+        sizes: sizes by axis of `STAGE_AXES`; a missing axis has size 1.
+        devices: devices of a host. JAX has the kind of devices in the type of what is traced with such a mesh, so
+            devices must be given if the stage has several.
     """
     shape = tuple(sizes.get(axis, 1) for axis in STAGE_AXES)
     abstract = AbstractMesh(shape, STAGE_AXES, axis_types=(AxisType.Auto,) * len(STAGE_AXES))

@@ -29,11 +29,11 @@ class ParameterInfo:
     """A parameter of an abstract model.
 
     Attributes:
-        path: in the tree of parameters.
-        shape: with the dim over which layers are stacked, if there is one.
+        path: path in the tree of parameters.
+        shape: shape with the dim over which layers are stacked, if there is one.
         itemsize: bytes of one element.
-        names: of all dims.
-        position: among the layers.
+        names: logical names of all dims, those over which layers are stacked included.
+        position: position of the parameter among the layers.
     """
 
     path: str
@@ -71,11 +71,9 @@ def make_state_tensors(
     """Return the tensors of a state; one tensor stands for all equal layers.
 
     Args:
-        parameters: of the model.
-        parts: that use each parameter, by path.
-        others: trees of the optimizer state and of other variables. A leaf of them whose path ends with the path of a
-            parameter of the same shape has the names of that parameter.
-        logical_axis_rules: mesh axes of the names.
+        parts: parts that use each parameter, by path.
+        others: trees of the optimizer state and of other variables. A leaf of these trees whose path ends with the path
+            of a parameter of the same shape has the names of that parameter.
     """
     tensors = {}
     for info in parameters:

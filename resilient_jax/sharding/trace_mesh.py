@@ -23,7 +23,7 @@ def use_trace_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
     Raises:
         CallerError: the loss or the model names an axis that the mesh does not have, or an `axis_name` of `pmap`.
-        Exception: of the loss, unchanged.
+        Exception: what the loss raises, unchanged.
     """
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     try:

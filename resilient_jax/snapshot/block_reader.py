@@ -46,11 +46,9 @@ class BlockReader:
         """Prepare to read, without a request.
 
         Args:
-            manifest: of the part.
-            group: the parity group of its host.
-            survivors: the hosts to read from.
-            own: the part itself, if it is this host's and in memory.
-            get_decoder: for the group; called only if it has parity.
+            survivors: hosts to read from.
+            own: the part itself; None: the part is of another host, or not in memory.
+            get_decoder: makes a decoder for the group; called only if the group has parity.
         """
         self.manifest = manifest
         self._group = group
@@ -63,8 +61,8 @@ class BlockReader:
         """Fill a run of complete blocks; return how many bytes came from each source.
 
         Args:
-            offset: in the part, of the first block.
-            out: as long as these blocks.
+            offset: bytes from the start of the part to the first block.
+            out: memory as long as these blocks.
 
         Raises:
             SnapshotLost: no source is left for one of the blocks; the message lists what is lost.

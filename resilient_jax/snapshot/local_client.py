@@ -74,10 +74,10 @@ class LocalServerClient:
         """Allocate memory for snapshots of this layout; to be called before the first step of its generation.
 
         Args:
-            layout: the same on every host.
-            restored: the snapshot that the generation resumes from, or would go back to. It counts as committed
-                from now on, and newer ones of older generations are dropped. None if it is unknown.
-            check: called several times a second meanwhile; an exception that it raises ends the wait.
+            layout: layout, the same on every host.
+            restored: the snapshot that the generation resumes from, or would go back to; None: unknown. The snapshot
+                counts as committed from now on, and newer ones of older generations are dropped.
+            check: called several times a second meanwhile; an exception that `check` raises ends the wait.
 
         Raises:
             SnapshotRefused: the host has too little memory; the message has the required and the free amount.

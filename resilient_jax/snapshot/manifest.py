@@ -50,7 +50,7 @@ class PartContents(msgspec.Struct, frozen=True):
 
     Attributes:
         leaves: all leaves of the state, the same on every host.
-        slices: the contents of this part.
+        slices: boxes of leaves in this part.
         strings: leaves that are not arrays, by path; the same on every host.
     """
 
@@ -63,13 +63,10 @@ class PartManifest(msgspec.Struct, frozen=True):
     """One host's part of a snapshot.
 
     Attributes:
-        id: of the snapshot.
-        host: whose part it is.
-        contents: the worker's description of the part.
-        part_bytes: length of the part.
-        checksum: the algorithm of `block_checksums`.
-        block_bytes: length of a block; the last one may be shorter.
-        block_checksums: of each block, in order.
+        host: host of the part.
+        checksum: algorithm of `block_checksums`.
+        block_bytes: length of a block; the last block of a part may be shorter.
+        block_checksums: checksum of each block, in order.
     """
 
     id: SnapshotId
@@ -111,10 +108,9 @@ def find_corrupt_block(manifest: PartManifest, checksum: Checksum, offset: int, 
     """Return the index of the first corrupt block in a run of complete blocks, or None.
 
     Args:
-        manifest: of the part.
         checksum: the manifest's algorithm.
-        offset: of `data` in the part, at the start of a block.
-        data: up to the end of a block or of the part.
+        offset: offset of `data` in the part, at the start of a block.
+        data: bytes up to the end of a block or of the part.
     """
     view, size = memoryview(data), manifest.block_bytes
     assert offset % size == 0, f"offset {offset} is not the start of a block of {size} bytes"

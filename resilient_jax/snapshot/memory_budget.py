@@ -35,9 +35,9 @@ class RequiredMemory:
     """The memory that one host's snapshots need, in bytes.
 
     Attributes:
-        part_bytes: of one slot, for this host's part of the state.
-        parity_bytes: of one slot, for the parity chunks that it keeps for other hosts.
-        metadata_bytes: of one slot, for the header, the manifests of the host's group and the checksums.
+        part_bytes: bytes of one slot, for this host's part of the state.
+        parity_bytes: bytes of one slot, for the parity chunks that this host keeps for other hosts.
+        metadata_bytes: bytes of one slot, for the header, the manifests of the host's group and the checksums.
     """
 
     part_bytes: int
@@ -55,9 +55,9 @@ class FreeMemory:
     """The memory that this process can still allocate, in bytes, and the limits that it follows from.
 
     Attributes:
-        available_bytes: on the machine, as the kernel estimates.
-        limit_bytes: of the control group that has least left; None if none has a limit.
-        used_bytes: in that group, without page cache that the kernel can reclaim.
+        available_bytes: free bytes on the machine, as the kernel estimates.
+        limit_bytes: limit of the control group that has least left; None: no group has a limit.
+        used_bytes: bytes in use in that control group, without page cache that the kernel can reclaim.
     """
 
     available_bytes: int
@@ -97,10 +97,9 @@ def check_memory(
     """Check that snapshots fit into the free memory.
 
     Args:
-        required: by the new layout.
-        free: from `read_free_memory`.
-        host: for the message.
-        reclaimed_bytes: of earlier slots, which the new ones reuse or replace.
+        free: memory as `read_free_memory` returned it.
+        host: name of the host in the message.
+        reclaimed_bytes: bytes of earlier slots, which the new ones reuse or replace.
 
     Raises:
         SnapshotRefused: more is required than is free; the message has the amounts and what to do.

@@ -29,10 +29,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that an agent passes to its server at start.
 
     Attributes:
-        address: of the host; the server chooses the port.
-        token: of the job.
-        tls: paths of certificate, key and authority; None for plain TCP.
-        connection_fd: the server's end of a socket pair with its agent. When it closes the server ends.
+        address: address of the host; the server chooses the port.
+        tls: file paths of certificate, key and authority; None for plain TCP.
+        connection_fd: the server's end of a socket pair with its agent. When the agent's end closes, the server ends.
     """
 
     host: HostName
@@ -117,7 +116,7 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: unique for the lifetime of a server.
-        mapped_bytes: of its memory, for the worker to map.
+        mapped_bytes: bytes of the slot that the worker maps.
     """
 
     number: int
@@ -135,7 +134,7 @@ class PartLocation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The location of a part: a range of bytes in a slot.
 
     Attributes:
-        manifest: encoded; empty for a part that is not written yet.
+        manifest: encoded manifest; empty for a part that is not written yet.
     """
 
     request_id: int
@@ -221,10 +220,10 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ask the bulk server for bytes of the host's own part, or of a parity chunk that it keeps.
 
     Attributes:
-        row: of the parity chunk.
-        offset: in the part, or in the chunk.
-        verify: the server verifies the blocks and sends a digest of the bytes. Otherwise the client must verify what it
-            computes from the bytes, which takes one pass over them instead of three.
+        row: row of the parity chunk.
+        offset: bytes from the start of the part or chunk.
+        verify: whether the server verifies the blocks and sends a digest of the bytes. Otherwise the client must verify
+            what it computes from the bytes, which takes one pass over them instead of three.
     """
 
     id: SnapshotId
@@ -239,11 +238,11 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
     """A range of a parity chunk, from the member that encodes the stripe to the one that keeps the row.
 
     Attributes:
-        stripe: of the group.
-        row: of the stripe's parity.
-        offset: in the chunk, a multiple of `PARITY_PIECE_BYTES`.
+        stripe: index of the stripe in the group.
+        row: row of the stripe's parity.
+        offset: bytes from the start of the chunk, a multiple of `PARITY_PIECE_BYTES`.
         checksum: the algorithm of `checksums`.
-        checksums: of each block of `data`.
+        checksums: checksum of each block of `data`.
     """
 
     id: SnapshotId

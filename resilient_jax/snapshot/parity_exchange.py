@@ -239,7 +239,7 @@ class ParityExchange:
         """Wait until the encoders of other stripes have sent their rows.
 
         Raises:
-            SnapshotDropped: this host dropped the snapshot, or another one did, whose row will then never come. Only
+            SnapshotDropped: this host dropped the snapshot, or another host did, whose row will then never come. Only
                 the root can report the latter.
         """
         while True:
@@ -353,7 +353,7 @@ class ParityExchange:
 
         Raises:
             SnapshotDropped: this host or the other one dropped the snapshot.
-            ResilientJaxError: the call failed in a way that repeating it does not change.
+            ResilientJaxError: the call failed in a way that a repetition does not change.
         """
         delay_s, attempts = MIN_RETRY_INTERVAL_S, 0
         while True:

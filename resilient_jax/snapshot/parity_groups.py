@@ -37,7 +37,8 @@ def form_parity_groups(
         hosts: all different; the same order on every host gives the same groups.
         parity: m, how many hosts of a group may be lost; lowered to the number of hosts minus 1.
         group_size: hosts in a group, as nearly as equal sizes allow; more than `parity`.
-        domain_of: the rack or slice that each host fails together with. A host without one is a domain of its own.
+        domain_of: the rack or slice that each host fails together with. None, or a host without an entry: the host is a
+            domain of its own.
 
     Raises:
         SnapshotRefused: no groups satisfy the arguments; the message proposes ones that do.
@@ -61,8 +62,8 @@ def describe_weaknesses(
 
     Args:
         groups: from `form_parity_groups`.
-        parity: the requested parity.
-        domain_of: as passed to `form_parity_groups`.
+        parity: parity that was requested.
+        domain_of: the same as passed to `form_parity_groups`.
     """
     found = min((group.parity for group in groups), default=parity)
     lowered: tuple[str, ...] = ()

@@ -40,7 +40,7 @@ class SnapshotService:
     """Answers from the present contents of the slots. No handler waits, so clients repeat their calls.
 
     Attributes:
-        bulk: serves the reads; to be started together with the gRPC server.
+        bulk: server of the reads; to be started together with the gRPC server.
     """
 
     def __init__(self, context: ExchangeContext, host: str, credentials: Credentials) -> None:

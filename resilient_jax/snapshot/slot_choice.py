@@ -31,7 +31,7 @@ def choose_slot(
 
     Args:
         contents: the snapshot in each slot; None for an empty slot.
-        generation: of the next snapshot.
+        generation: generation of the next snapshot.
     """
     for index, held in enumerate(contents):
         if held is None:

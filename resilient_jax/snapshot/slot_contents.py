@@ -46,12 +46,12 @@ class SlotContents:
     """The data that this host has of one snapshot.
 
     Attributes:
-        layout: of the snapshot's generation.
-        group: the parity group of this host, and `member_index` its index there.
-        phase: as in the header.
+        layout: layout of the snapshot's generation.
+        group: the parity group of this host, and `member_index` the index of this host there.
+        phase: phase that the header records.
         writer: the session of the worker that may write to the part; None when no worker may.
         drop_reason: why the snapshot will not be completed; empty if it may be.
-        wall_s: the time at which it became complete.
+        wall_s: time of day at which the snapshot became complete.
     """
 
     def __init__(
@@ -163,9 +163,7 @@ class SlotContents:
         """Compute the checksums of the blocks and return the manifest of the part, without a lock.
 
         Args:
-            contents: the description of the part by the worker.
-            checksum: of the blocks.
-            check_cancelled: called between blocks; an exception that it raises ends the work.
+            check_cancelled: called between blocks; an exception that this call raises ends the work.
         """
         part, size = self.part, self.slot_layout.block_bytes
         return PartManifest(

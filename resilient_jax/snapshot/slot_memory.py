@@ -56,9 +56,9 @@ class SlotLayout:
     """The offsets of the regions of a snapshot in its slot.
 
     Attributes:
-        part_bytes: of this host's part.
-        parity_rows: number of parity chunks that this host keeps.
-        grid: of the host's group.
+        part_bytes: bytes of this host's part.
+        parity_rows: parity chunks that this host keeps.
+        grid: grid of the host's group.
     """
 
     part_bytes: int
@@ -106,9 +106,8 @@ class SlotHeader:
     """The contents of a slot, as recorded on its first page.
 
     Attributes:
-        phase: of the snapshot.
-        manifest_bytes: of this host's manifest, and `manifest_crc` its CRC-32; 0 while there is none.
-        wall_s: the time at which the snapshot became complete; 0 before.
+        manifest_bytes: bytes of this host's manifest, and `manifest_crc` the CRC-32 of these; 0 while there is none.
+        wall_s: time of day at which the snapshot became complete; 0 before.
     """
 
     id: SnapshotId
@@ -124,9 +123,9 @@ class SlotMemory:
 
     Attributes:
         number: unique among all slots of a server, past ones included.
-        mapped_bytes: of memory that the worker may map; the manifests come behind it.
-        descriptor: of the memfd; closed by `close`.
-        view: of all mapped memory.
+        mapped_bytes: bytes that the worker may map; the manifests come behind it.
+        descriptor: file descriptor of the memfd; closed by `close`.
+        view: all mapped memory.
     """
 
     def __init__(self, number: int, mapped_bytes: int) -> None:

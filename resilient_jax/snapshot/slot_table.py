@@ -35,11 +35,7 @@ class _Slot:
 
 
 class SlotTable:
-    """The slots of one host. The caller holds the lock for every call but `allocate` and `share`, which take it.
-
-    Attributes:
-        layout: the newest layout, which sets the size of the slots; None before the first one.
-    """
+    """The slots of one host. The caller holds the lock for every call but `allocate` and `share`, which take it."""
 
     def __init__(self, host: HostName, changed: threading.Condition, listener: SlotListener) -> None:
         """Start with empty slots that have no memory; `changed` is notified when a slot becomes free."""

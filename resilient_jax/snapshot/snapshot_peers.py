@@ -53,7 +53,7 @@ class SnapshotPeers:
         """Fetch a host's manifest from a survivor, which is a member of the host's group.
 
         Raises:
-            ResilientJaxError: the survivor does not have it or fails; an event records that.
+            ResilientJaxError: the survivor does not have the manifest or fails; an event records the failure.
         """
         request = ManifestRequest(id=self._id, host=host)
         try:
@@ -81,8 +81,8 @@ class SnapshotPeers:
         """Read bytes of the survivor's own part, or of a parity chunk that it keeps; verified only with `verify`.
 
         Raises:
-            ChecksumMismatch: some bytes are corrupt, in memory or in transit; an event records that.
-            ResilientJaxError: the survivor does not have the bytes or fails; an event records that.
+            ChecksumMismatch: some bytes are corrupt, in memory or in transit; an event records the corruption.
+            ResilientJaxError: the survivor does not have the bytes or fails; an event records the failure.
         """
         length = len(out)
         request = ReadRequest(

@@ -41,9 +41,9 @@ class PartRead(NamedTuple):
     """A range of a host's part to read.
 
     Attributes:
-        host: in any of the snapshot's groups.
-        offset: in the part.
-        target: memory that the bytes are copied to; its length is that of the range.
+        host: a host of any of the snapshot's groups.
+        offset: bytes from the start of the part.
+        target: memory that the bytes are copied to; the target is as long as the range.
     """
 
     host: HostName
@@ -76,10 +76,9 @@ class SnapshotReader:
 
         Args:
             plan: the snapshot, and the hosts that have it.
-            host: this one.
-            local: opens the host's own part; without it, the host's server is used like that of another host.
-            credentials: of the job.
-            check: called several times a second while the caller waits; an exception that it raises ends the reading.
+            local: opens the host's own part; None, the host's server is used like that of another host.
+            check: called several times a second while the caller waits; an exception that `check` raises ends the
+                reading.
             record_event: called as `record_event(kind, **detail)` from several threads, one at a time.
         """
         self._plan = plan

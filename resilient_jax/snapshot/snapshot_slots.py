@@ -42,9 +42,8 @@ class SnapshotSlots:
     """The snapshots of one host, by the rules above; safe to share between threads.
 
     Attributes:
-        host: whose slots these are.
-        changed: its lock guards the slots and all contents; it is notified at every change.
-        table: the slots' memory and contents.
+        host: host of the slots.
+        changed: a condition whose lock guards the slots and all contents; notified at every change.
     """
 
     def __init__(self, host: HostName, listener: SlotListener) -> None:
@@ -66,7 +65,7 @@ class SnapshotSlots:
         """Use this layout for all later snapshots, and allocate its memory in free slots.
 
         Args:
-            layout: of a newer generation than any before, or the newest layout again.
+            layout: layout of a newer generation than any before, or the newest layout again.
             restored: the snapshot that the generation resumes from, or would go back to, the same on every host; None:
                 unknown.
 

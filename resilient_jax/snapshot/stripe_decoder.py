@@ -28,11 +28,11 @@ class StripeShard(NamedTuple):
     """A shard of a stripe, and its location on its host.
 
     Attributes:
-        number: in the stripe.
-        host: that has it.
-        region: the host's part, or a parity chunk that it keeps.
-        row: of the parity chunk.
-        offset: of the shard's first byte in the region.
+        number: index of the shard in the stripe.
+        host: host that has the shard.
+        region: the host's part, or a parity chunk that the host keeps.
+        row: row of the parity chunk.
+        offset: bytes from the start of the region to the shard's first byte.
     """
 
     number: int
@@ -64,11 +64,11 @@ class StripeDecoder:
         """Prepare to decode, without a request.
 
         Args:
-            group: with parity.
-            manifests: of every member.
-            survivors: the hosts to read shards from.
-            own: this host's part, if it is in the group and has it.
-            fetching: runs one fetch for a shard at a time; nothing that it runs waits for another.
+            group: one whose `parity` is above 0.
+            manifests: manifest of every member.
+            survivors: hosts to read shards from.
+            own: this host's part, None: this host is not in the group or does not have the part.
+            fetching: runs one fetch for a shard at a time; no fetch waits for another.
         """
         self._group = group
         self._code = ReedSolomon(len(group.hosts) - group.parity, group.parity)
@@ -98,12 +98,11 @@ class StripeDecoder:
         """Decode bytes of a host's part. They are correct only if all shards are, so the caller verifies them.
 
         Args:
-            host: in the group; it is not read from.
-            offset: in its part.
-            out: memory for the bytes.
+            host: a member of the group, which is not read from.
+            offset: bytes from the start of the part.
             excluded: further hosts that are not read from.
-            verify: make the survivors verify their shards, so that a corrupt shard counts as lost. Shards have the same
-                blocks as parts, so two survivors with one corrupt block each can replace each other.
+            verify: whether the survivors verify their shards, so that a corrupt shard counts as lost. Shards have the
+                same blocks as parts, so two survivors with one corrupt block each can replace each other.
 
         Raises:
             SnapshotLost: fewer than k shards of a stripe are left; the message lists the missing ones and why.

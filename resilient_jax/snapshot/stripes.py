@@ -21,8 +21,8 @@ class Grid(NamedTuple):
     """The sizes of blocks and chunks of a group. Chunks are multiples of blocks, so no block spans two chunks.
 
     Attributes:
-        block_bytes: of a block, which has one checksum: a power of two, at least a page.
-        chunk_bytes: of each of a part's k chunks; 0 if all parts are empty.
+        block_bytes: bytes of a block, which has one checksum: a power of two, at least a page.
+        chunk_bytes: bytes of each of a part's k chunks; 0 if all parts are empty.
     """
 
     block_bytes: int

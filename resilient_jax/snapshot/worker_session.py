@@ -53,9 +53,6 @@ class WorkerSession:
         """Prepare the session; `serve` answers the requests.
 
         Args:
-            connection: with the worker.
-            slots: of this host.
-            listener: records events.
             on_finished: starts the exchange of a snapshot whose part is written; must return at once.
         """
         self._connection = connection

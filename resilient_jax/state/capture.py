@@ -76,8 +76,8 @@ class SnapshotCapture:
     make the snapshot fail, with an event; they are never read while something else is written there.
 
     Attributes:
-        newest_finished: the newest snapshot whose part is complete on this host.
-        duration_s: the duration of that snapshot, from its start.
+        newest_finished: newest snapshot whose part is complete on this host.
+        duration_s: duration of that snapshot, from its start.
     """
 
     def __init__(
@@ -92,11 +92,10 @@ class SnapshotCapture:
         """Start the thread, without work.
 
         Args:
-            server: takes the part.
-            host: the name of this host.
-            record_event: records the outcome of each snapshot.
+            server: server that takes the part.
+            record_event: called with the outcome of each snapshot.
             failpoint: passes failpoints, where a test may stop this process.
-            num_threads: that share a copy.
+            num_threads: threads that share a copy.
         """
         self.newest_finished: SnapshotId | None = None
         self.duration_s = 0.0
@@ -126,10 +125,10 @@ class SnapshotCapture:
         """Begin a snapshot, unless a previous one still reads its arrays; return at once.
 
         Args:
-            id: of the snapshot.
+            id: number of the snapshot.
             partition: the slices that each host copies.
-            leaves: of the state, computed.
-            strings: leaves that are strings, by path; they go into the manifest.
+            leaves: leaves of the state, computed.
+            strings: leaves that are strings, by path; these go into the manifest.
 
         Raises:
             StateError: the state has another structure than the partition.

@@ -21,7 +21,6 @@ class CopySource(NamedTuple):
     Attributes:
         box: the box of the leaf that the array contains.
         wanted: the part of `box` that the task copies.
-        data: the array.
     """
 
     box: IndexBox
@@ -33,7 +32,7 @@ class CopyTask(NamedTuple):
     """A slice of a leaf that is to be copied into the part.
 
     Attributes:
-        path: of the leaf.
+        path: path of the leaf.
         box: the slice's box of the leaf.
         itemsize: bytes of an element.
         offset: bytes from the start of the part.

@@ -37,12 +37,13 @@ class FlatLeaf:
     """One array of a state.
 
     Attributes:
-        path: of the leaf in its tree, as `jax.tree_util.keystr` formats it.
-        value: on devices, or in host memory. A random key is represented by its raw data.
-        kind: what it is for the user: as such it is given back. A JAX array keeps its kind in host memory.
+        path: path of the leaf in the state's tree, as `jax.tree_util.keystr` formats it.
+        value: array on devices, or in host memory. A random key is represented by its raw data.
+        kind: what the leaf is for the user, who gets back a leaf of this kind. A JAX array keeps its kind in host
+            memory.
         key_impl: the implementation of a random key; None for other arrays.
-        raveled_shape: of a raveled array the shape that it represents: then `value` is its vector, with padding, on
-            devices. In host memory no array is raveled.
+        raveled_shape: shape that a raveled array represents: then `value` is its vector, with padding, on devices. In
+            host memory no array is raveled.
     """
 
     path: str
@@ -77,8 +78,8 @@ class FlatState:
     """The state after `step` committed steps.
 
     Attributes:
-        leaves: its arrays.
-        strings: its leaves that are strings, by path; the same on every host.
+        leaves: arrays of the state.
+        strings: leaves that are strings, by path; the same on every host.
     """
 
     step: int
@@ -113,7 +114,7 @@ def flatten_state(step: int, tree: Any) -> FlatState:  # noqa: ANN401 - any pytr
     NumPy arrays are copied: a script may write to them in its next step, which may fail.
 
     Raises:
-        StateError: a leaf is of no kind that comes back as it is, or was deleted (donated); names it.
+        StateError: a leaf is of no kind that comes back as it is, or was deleted (donated); the message names the leaf.
     """
     paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_raveled)
     named = [(jax.tree_util.keystr(path), value) for path, value in paths_and_values]
@@ -137,8 +138,8 @@ def make_abstract_state(init: Callable[[], Tree]) -> Tree:
         `jax.ShapeDtypeStruct` in place of JAX arrays, `AbstractHostLeaf` in place of NumPy's and of numbers.
 
     Raises:
-        StateError: `init` needs concrete values of its arrays, which a trace does not have; or a leaf is of no kind
-            that comes back as it is.
+        StateError: `init` needs concrete values of arrays, which a trace does not have; or a leaf is of no kind that
+            comes back as it is.
     """
     made: list[Any] = []
 

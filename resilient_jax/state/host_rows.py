@@ -29,8 +29,8 @@ def gather_rows(world: HostWorld, values: np.ndarray) -> np.ndarray:
     """Return the values of every host, int32[hosts, ROW_SIZE], zeros after the last.
 
     Args:
-        world: of the hosts, all of which must call this.
-        values: of this host, at most ROW_SIZE whole numbers that int32 can represent.
+        world: world of the hosts, all of which must call this.
+        values: values of this host, at most ROW_SIZE whole numbers that int32 can represent.
     """
     # Each host fills in its own row, so the sum over hosts has the rows of all.
     rows = np.zeros((len(world.hosts), ROW_SIZE), np.int32)

@@ -44,9 +44,9 @@ class _Row(NamedTuple):
 
     Attributes:
         found: the types of such a leaf, none of whose subclasses are meant; NumPy's scalars are found by their base.
-        dtype: of the array that keeps it; None: its own.
+        dtype: dtype of the array that keeps the leaf; None: the leaf's own.
         give_back: makes the leaf from that array, sharing no memory with it.
-        placed: its kind with a sharding.
+        placed: kind of the leaf with a sharding.
     """
 
     found: tuple[type, ...]
@@ -79,8 +79,7 @@ class KeptLeaf(NamedTuple):
     """A leaf as it is kept.
 
     Attributes:
-        value: on devices, or in host memory. A random key is represented by its raw data.
-        kind: of the leaf.
+        value: array on devices, or in host memory. A random key is represented by its raw data.
         key_impl: the implementation of a random key; None for other leaves.
     """
 
@@ -94,8 +93,8 @@ class AbstractHostLeaf:
     """A leaf in host memory without its value, beside `jax.ShapeDtypeStruct` in an abstract tree.
 
     Attributes:
-        shape: of the array that keeps it.
-        dtype: of that array.
+        shape: shape of the array that keeps the leaf.
+        dtype: dtype of the array that keeps the leaf.
         kind: one of `HOST_KINDS`.
     """
 
@@ -143,11 +142,11 @@ def keep_leaf(path: str, leaf: object) -> KeptLeaf:
     """Return a leaf as it is kept; a NumPy array is copied, a JAX array is not.
 
     Args:
-        path: of the leaf, for the error.
-        leaf: of a state, and no string.
+        path: path of the leaf, for the error.
+        leaf: a leaf of a state, and no string.
 
     Raises:
-        StateError: leaves of this kind cannot come back as they are; says what to do.
+        StateError: leaves of this kind cannot come back as they are; the message says what to do.
     """
     if isinstance(leaf, jax.Array):
         _check_width(path, leaf)
@@ -179,8 +178,8 @@ def give_back(spec: LeafSpec, value: jax.Array | np.ndarray) -> Any:  # noqa: AN
     """Return the leaf that is kept as `value`; the inverse of `keep_leaf`.
 
     Args:
-        spec: of the leaf.
-        value: on devices; in host memory for the kinds that are there, and for a JAX array that is wanted there.
+        value: array on devices; in host memory for the kinds that are kept there, and for a JAX array that is wanted
+            there.
     """
     if spec.kind in HOST_KINDS:
         assert isinstance(value, np.ndarray), "leaves in host memory are placed nowhere"
@@ -197,7 +196,7 @@ def place_spec(spec: LeafSpec) -> LeafSpec:
     """Return the spec of a leaf, once a sharding has made a JAX array of it.
 
     Raises:
-        StateError: that would take half of its bits.
+        StateError: a JAX array of the leaf would have half of the leaf's bits.
     """
     if spec.kind not in HOST_KINDS:
         return spec

@@ -25,10 +25,10 @@ def copy_into_part(
     """Copy all slices into the part. Bytes between two slices keep their value.
 
     Args:
-        part: the memory, one dimension of bytes.
-        tasks: in order of their offsets; emptied on the way, so that copied arrays can be freed.
-        check_cancelled: called between two steps by every thread; an exception that it raises ends the copy.
-        num_threads: that share the work.
+        part: memory of one dimension of bytes.
+        tasks: tasks in order of their offsets; emptied on the way, so that copied arrays can be freed.
+        check_cancelled: called between two steps by every thread; an exception that this call raises ends the copy.
+        num_threads: threads that share the work.
     """
     stretches = _split_tasks(tasks, num_threads, len(part))
     tasks.clear()

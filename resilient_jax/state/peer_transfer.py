@@ -154,12 +154,12 @@ def fetch_state(
     """Return the state from the first source that sends all of it.
 
     Args:
-        generation: that continues from the state.
+        generation: generation that continues from the state.
         sources: the workers that have the state.
         first_source: index, modulo the number of sources, of the source that is tried first.
-        credentials: of the job.
         transfer: lets another thread cancel the fetch.
-        check: called between chunks, and when a source has failed; an exception that it raises ends the transfer.
+        check: called between chunks, and when a source has failed; an exception that this call raises ends the
+            transfer.
         on_source_failed: called for each source that failed, with the error.
 
     Raises:

@@ -37,12 +37,11 @@ class ProtectionSchedule:
     """The snapshots of one generation.
 
     Attributes:
-        generation: the generation.
-        first_step: the step of its first commit.
-        every: steps between two snapshots; None while that is measured.
+        first_step: step of the generation's first commit.
+        every: steps between two snapshots; None while the interval is measured.
         first_offset: steps after the first until the first snapshot.
-        is_disabled: no snapshot is taken in this generation.
-        newest_step: of the newest snapshot; None before the first.
+        is_disabled: whether no snapshot is taken in this generation.
+        newest_step: step of the newest snapshot; None before the first.
     """
 
     generation: GenerationNumber
@@ -90,9 +89,7 @@ def compute_affordable_interval_steps(
     Fewer, where failures are so frequent that they would cost more than the copies.
 
     Args:
-        copy_s: the duration of a copy.
-        step_s: the duration of a step.
-        next_failure_s: after which the next failure is expected; None: not known.
+        next_failure_s: time until the next failure is expected; None: not known.
 
     Example:
         >>> compute_affordable_interval_steps(0.05, 0.5)

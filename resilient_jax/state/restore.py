@@ -47,13 +47,13 @@ def restore_snapshot(
     """Return the step of a snapshot and its state, in the tree of `abstract` and placed on the present mesh.
 
     Args:
-        abstract: as `make_abstract_state` returns it.
-        reader: of the parts of all hosts.
-        sharding: of each JAX array; None: this process's first device.
+        abstract: abstract tree as `make_abstract_state` returns it.
+        reader: reader of the parts of all hosts.
+        sharding: sharding of each JAX array; None: this process's first device.
         failpoint: passes failpoints, where a test may stop this process.
 
     Raises:
-        StateError: structure, shape or dtype differ; names the first leaves that do.
+        StateError: structure, shape or dtype differ; the message names the first leaves.
         MessageError: the parts of the hosts do not belong together.
         SnapshotLost: more is lost than parity covers.
     """

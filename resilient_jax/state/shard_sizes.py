@@ -12,9 +12,9 @@ class ShardSizes(NamedTuple):
     """Bytes of a state.
 
     Attributes:
-        bytes: of the global arrays.
-        bytes_here: of the distinct shards on this host, padding included.
-        bytes_everywhere: of the arrays that this host has complete: what was not sharded.
+        bytes: bytes of the global arrays.
+        bytes_here: bytes of the distinct shards on this host, padding included.
+        bytes_everywhere: bytes of the arrays that this host has complete, which are not sharded.
     """
 
     bytes: int

@@ -15,7 +15,7 @@ def compute_optimal_interval_s(cost_s: float, mean_time_between_failures_s: floa
 
     Args:
         cost_s: C, the time by which one snapshot prolongs training.
-        mean_time_between_failures_s: M, of the job: that of one host divided by the number of hosts.
+        mean_time_between_failures_s: M, of the job: the mean time of one host divided by the number of hosts.
 
     Raises:
         CallerError: an argument is negative, infinite or NaN, or M is 0.
@@ -40,9 +40,10 @@ def compute_interval_steps(
 
     Args:
         cost_s: the time by which one snapshot prolongs training.
-        mean_time_between_failures_s: of the job; None: not known, so as often as copies can follow each other.
-        step_s: the duration of one step.
-        copy_s: from the start of a snapshot until the next can begin; a shorter interval would only drop snapshots.
+        mean_time_between_failures_s: mean time of the job; None: not known, so that snapshots are taken as often as
+            copies can follow each other.
+        copy_s: time from the start of a snapshot until the next can begin; a shorter interval would only drop
+            snapshots.
 
     Raises:
         CallerError: an argument is out of range.

@@ -134,11 +134,8 @@ class Snapshotter:
 
         Args:
             descriptor: this worker's end of its socket pair with the snapshot server, which may start later.
-            host: the name of this host.
-            settings: of the job.
             failure_domain: the rack or slice that fails together with this host; empty if there is none.
-            credentials: for the servers of other hosts.
-            agent: the connection to the agent.
+            credentials: credentials for the servers of other hosts.
             failpoint: passes failpoints, where a test may stop this worker.
         """
         self._host = host
@@ -163,8 +160,10 @@ class Snapshotter:
         """Begin a generation.
 
         Args:
-            protection: when it takes snapshots, the same on all hosts. A first one that is urgent is waited for longer.
-            base: the snapshot that it resumes from, or goes back to if it comes to nothing; servers keep it.
+            protection: when the generation takes snapshots, the same on all hosts. A first snapshot that is urgent is
+                waited for longer.
+            base: the snapshot that the generation resumes from, or goes back to if it comes to nothing; servers keep
+                this snapshot. None: there is none.
         """
         self._copy_timeout_s = URGENT_COPY_TIMEOUT_S if protection.from_first_commit else COPY_TIMEOUT_S
         self._protection = protection
@@ -310,7 +309,8 @@ class Snapshotter:
         """End the generation and release all arrays; return the newest snapshot of which this host's part is complete.
 
         Args:
-            is_needed: whether the copy in progress is finished, if that does not take too long; else it is cancelled.
+            is_needed: whether the copy in progress is finished, if that does not take too long; otherwise the copy is
+                cancelled.
         """
         if is_needed:
             self._capture.wait_until_finished(FINISH_TIMEOUT_S)
@@ -422,8 +422,8 @@ def check_description_size(description_bytes: int, state: FlatState) -> None:
     """Check that a snapshot's messages can describe the state; otherwise every snapshot would be dropped.
 
     Args:
-        description_bytes: size of the description without the strings.
-        state: that is to be snapshotted.
+        description_bytes: bytes of the description without the strings.
+        state: state to be snapshotted.
 
     Raises:
         CallerError: the description is too long; the message has its size and the longest string.

@@ -35,9 +35,8 @@ class StatePartition:
     """The partition of all states of one structure into the parts of hosts.
 
     Attributes:
-        leaves: every leaf of the state.
-        slices: of each host's part, in order of their offsets.
-        part_bytes: length of each host's part.
+        slices: slices of each host's part, in order of their offsets.
+        part_bytes: bytes of each host's part.
         replicated_on: hosts that have every element of every leaf.
     """
 
@@ -54,7 +53,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
     each host computes the state by itself; unless its sharding says that this host alone holds it.
 
     Args:
-        leaves: of a state; only their shapes, dtypes and shardings are read, not their values.
+        leaves: leaves of a state; only their shapes, dtypes and shardings are read, not their values.
         host_of: returns the host of a device.
         hosts: all hosts of the generation, in the same order on each.
 
@@ -90,7 +89,7 @@ def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) 
     """Check that a state has the structure that the partition was made for.
 
     Raises:
-        StateError: names the first leaf that differs.
+        StateError: a leaf differs; the message names the first.
     """
     for leaf, expected in itertools.zip_longest(leaves, partition.leaves):
         if leaf is None or expected is None or not _is_like(leaf, expected):

@@ -34,12 +34,12 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
     """Return the state in the tree of `abstract`, placed on the present mesh; each leaf is of the kind it was.
 
     Args:
-        abstract: as `make_abstract_state` returns it.
+        abstract: abstract tree as `make_abstract_state` returns it.
         state: the committed state; leaves that already have the right sharding are used without a copy.
-        sharding: of each JAX array; None keeps a leaf's devices, or takes this process's first device.
+        sharding: sharding of each JAX array; None keeps a leaf's devices, or takes this process's first device.
 
     Raises:
-        StateError: structure, shape or dtype differ; names the first leaves that do.
+        StateError: structure, shape or dtype differ; the message names the first leaves.
     """
     return _restore(abstract, state, sharding, is_initial=False)
 

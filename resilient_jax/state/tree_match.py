@@ -34,10 +34,10 @@ class MatchedLeaf(NamedTuple):
     """An array that is to be filled in.
 
     Attributes:
-        spec: of the array as it is given back: dtype and kind are those that were found.
-        sharding: of the array, or of the data of a random key, or of the vector of a raveled array; None for a leaf in
-            host memory.
-        is_raveled: whether it is wanted as a vector.
+        spec: spec of the array as it is given back, with the dtype and kind that were found.
+        sharding: sharding of the array, or of the data of a random key, or of the vector of a raveled array; None for a
+            leaf in host memory.
+        is_raveled: whether the array is wanted as a vector.
     """
 
     spec: LeafSpec
@@ -50,7 +50,7 @@ class MatchedTree(Generic[Tree]):
     """The wanted tree, with the spec and the sharding of each array that is to be filled in.
 
     Attributes:
-        leaves: in the tree's order.
+        leaves: leaves in the tree's order.
         tree: the wanted tree of abstract arrays, with the found strings.
     """
 
@@ -118,15 +118,15 @@ def match_tree(
         abstract: the wanted tree of abstract arrays and strings.
         found: specs of the found arrays, in any order.
         strings: the found strings, by path.
-        sharding: of each array, by its path as `jax.tree_util.keystr` writes it and its abstract value.
-        source: for the error: where the arrays are from.
-        expected: for the error: what was expected, and what to do.
+        sharding: sharding of each array, by its path as `jax.tree_util.keystr` writes it and its abstract value.
+        source: where the arrays are from, for the error.
+        expected: what was expected, and what to do, for the error.
         format_path: how the paths of `found` are formatted.
-        is_initial: whether leaves in host memory that have a sharding are placed by it, as before step 0. Later they
-            are where the script has put them.
+        is_initial: whether leaves in host memory that have a sharding are placed by that sharding, as before step 0.
+            Later such leaves are where the script has put them.
 
     Raises:
-        StateError: a path, shape, dtype or key implementation differs; names the first that do. A leaf cannot be
+        StateError: a path, shape, dtype or key implementation differs; the message names the first. A leaf cannot be
             placed without the loss of bits.
     """
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_raveled)

@@ -29,17 +29,17 @@ class ChangeHistory:
     """Every change after `compacted_revision`, and nothing else.
 
     Attributes:
-        revision: of the last change.
-        compacted_revision: the last one that the history no longer has.
+        revision: revision of the last change.
+        compacted_revision: the last revision that the history no longer has.
     """
 
     def __init__(self, first_revision: Revision, *, keep_revisions: int, keep_bytes: int) -> None:
         """Start without a change.
 
         Args:
-            first_revision: of the store while it is empty.
-            keep_revisions: how many of the last revisions to keep.
-            keep_bytes: the approximate memory that they may take.
+            first_revision: revision of the store while it is empty.
+            keep_revisions: number of the last revisions to keep.
+            keep_bytes: approximate memory of the history.
         """
         assert keep_revisions > 0, keep_revisions
         self.revision = first_revision

@@ -116,11 +116,10 @@ class EtcdConnection:
         """Return the response to a request with these fields; of a method with streams, the first one.
 
         Args:
-            method: to call.
-            timeout_s: the limit of all attempts.
-            is_repeatable: whether the request may be carried out twice. If not, it is sent again only where it was
-                certainly not carried out.
-            fields: of the request message.
+            timeout_s: the limit of all attempts together.
+            is_repeatable: whether the request may be carried out twice. If not, the request is sent again only where it
+                was certainly not carried out.
+            fields: fields of the request message.
 
         Raises:
             PeerUnreachable: no member answered; the request may have been carried out or not.

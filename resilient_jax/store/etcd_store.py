@@ -66,7 +66,7 @@ class EtcdStore(TransactionStore):
     another member by themselves.
 
     Attributes:
-        min_lease_ttl_s: the shortest lease that the cluster gives; from `connect`.
+        min_lease_ttl_s: shortest lease that the cluster gives; known from `connect` on.
     """
 
     def __init__(
@@ -83,13 +83,11 @@ class EtcdStore(TransactionStore):
         """Create the client without connecting.
 
         Args:
-            address: of the cluster.
-            tls: certificates, where the cluster is served over TLS.
-            user: where the cluster has authentication.
-            keep_revisions: of the history, at least; at most twice as many.
+            tls: certificates of a cluster that is served over TLS; None: without.
+            keep_revisions: revisions of the history that are kept at least; at most twice as many are.
             call_timeout_s: the limit of each call.
             resume_timeout_s: how long a broken watch tries to resume.
-            clock: measures those durations.
+            clock: clock that measures the timeouts.
 
         Raises:
             ConfigError: a TLS file cannot be read.
@@ -112,8 +110,8 @@ class EtcdStore(TransactionStore):
         """Wait until the cluster answers, and learn its shortest lease.
 
         Raises:
-            StoreUnreachable: it did not answer for `timeout_s`; the message says what to do.
-            Unauthenticated: it refused us; at once.
+            StoreUnreachable: the cluster did not answer for `timeout_s`; the message says what to do.
+            Unauthenticated: the cluster refused the client; raised at once.
         """
         began_s = self._clock.monotonic_s()
         while True:
@@ -264,7 +262,7 @@ def check_lease_ttl(store: EtcdStore, lease_ttl_s: float) -> None:
     """Check that the cluster gives leases as short as the job's.
 
     Raises:
-        CallerError: it does not; the message says what to set.
+        CallerError: the cluster's shortest lease is longer; the message says what to set.
     """
     if lease_ttl_s < store.min_lease_ttl_s:
         raise CallerError(

@@ -170,7 +170,7 @@ class TransactionResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         succeeded: whether all comparisons held, so that the success operations ran; else the failure operations did.
         revision: the store's revision afterwards.
-        responses: one for each operation that ran, in order.
+        responses: one response for each operation that ran, in order.
     """
 
     succeeded: bool
@@ -222,8 +222,8 @@ class Store(Protocol):
 
         Args:
             compares: the conditions of success, all of which must hold; an empty list always succeeds.
-            success_ops: run where they hold. No key may be written twice, as in etcd.
-            failure_ops: run where a condition does not hold.
+            success_ops: operations that run where all conditions hold. No key may be written twice, as in etcd.
+            failure_ops: operations that run where a condition does not hold.
 
         Raises:
             LeaseExpired: an operation of the branch puts with a lease that is gone; nothing was done.
@@ -297,7 +297,7 @@ def check_ttl(ttl_s: float) -> None:
     """Check the time to live of a lease.
 
     Raises:
-        CallerError: it is not a positive number.
+        CallerError: `ttl_s` is not a positive number.
     """
     if not (math.isfinite(ttl_s) and ttl_s > 0):
         raise CallerError(f"found a time to live of {ttl_s} s, expected a positive number")
@@ -307,7 +307,7 @@ def check_operations(operations: Sequence[Operation]) -> None:
     """Check that operations can form one revision.
 
     Raises:
-        CallerError: they are too many or too large, a key is invalid, or one key is changed twice.
+        CallerError: the operations are too many or too large, a key is invalid, or one key is changed twice.
     """
     if len(operations) > MAX_TRANSACTION_OPERATIONS:
         raise CallerError(

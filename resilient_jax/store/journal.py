@@ -45,11 +45,11 @@ class StoreImage(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
     """A store as of a revision.
 
     Attributes:
-        store_id: of the store, for as long as its journal lives.
-        revision: of the last change.
-        key_values: all keys.
-        leases: all leases, with their times to live in seconds.
-        next_lease: the number of the next one.
+        store_id: the same for as long as the store's journal lives.
+        revision: revision of the last change.
+        key_values: all keys of the store.
+        leases: times to live in seconds, by lease.
+        next_lease: number of the next lease.
     """
 
     store_id: str
@@ -88,7 +88,6 @@ class StoreJournal:
     """The file, locked for as long as it is open: one process at a time reads and writes it.
 
     Attributes:
-        path: of the file.
         on_trouble: called with why the file cannot be written, at the first write that fails, and with an empty text
             at the first one that does not fail any more.
     """
@@ -119,7 +118,7 @@ class StoreJournal:
 
         Raises:
             LogUnwritable: the file cannot be created or written.
-            OperatorError: it is damaged, no journal, or another process has it.
+            OperatorError: the file is damaged, no journal, or locked by another process.
         """
         try:
             descriptor = _open_locked(path)
@@ -163,10 +162,10 @@ class StoreJournal:
         """Return when all that was appended before is on the disk; calls at a time share a frame.
 
         Args:
-            make_image: returns the store as it is, for a journal that has grown so much that it is written anew.
+            make_image: returns the present store, for a journal that has grown so much that it is written anew.
 
         Raises:
-            PeerUnreachable: the disk does not take it; it is tried again by the next call.
+            PeerUnreachable: the disk does not take it; the next call tries again.
         """
         wanted = self._appended
         while self._durable < wanted:
@@ -258,7 +257,7 @@ def _find_frame_end(content: bytes, position: int, path: Path) -> int | None:
     """Return where the frame at a position ends; None if there is none, or it is torn.
 
     Raises:
-        OperatorError: it is damaged.
+        OperatorError: the file is damaged.
     """
     begin = position + _HEADER_BYTES
     header = content[position:begin]
@@ -320,7 +319,7 @@ def _open_locked(path: Path) -> int:
 
     Raises:
         BlockingIOError: another process has locked it.
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

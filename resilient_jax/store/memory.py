@@ -75,15 +75,14 @@ class MemoryStore(TransactionStore):
         """Return the store that a journal is of, or a new one whose journal this will be.
 
         Args:
-            path: of the journal.
-            clock: measures leases.
-            keep_revisions: how many changes a watch may resume from.
-            on_trouble: called with why the journal cannot be written, once; with an empty text when it is again. Until
-                then nothing changes in the store, and leases go on.
+            clock: clock that measures leases.
+            keep_revisions: number of revisions that a watch may resume from.
+            on_trouble: called with why the journal cannot be written, once; with an empty text when the journal can be
+                written again. Until then nothing changes in the store, and leases go on.
 
         Raises:
             LogUnwritable: the file cannot be created or written.
-            OperatorError: it is damaged.
+            OperatorError: the file is damaged.
         """
         store = cls(clock, keep_revisions=keep_revisions)
         store._journal, records = StoreJournal.open(path)

@@ -60,10 +60,9 @@ class RemoteStore(TransactionStore):
 
         Args:
             address: host:port of the store.
-            credentials: the credentials of the job.
             call_timeout_s: the limit of each call.
             resume_timeout_s: how long a broken watch tries to resume.
-            clock: measures those durations.
+            clock: clock that measures the timeouts.
         """
         self.address = address
         self._channel = Channel(address, credentials)
@@ -89,7 +88,7 @@ class RemoteStore(TransactionStore):
         Raises:
             StoreUnreachable: the store did not answer; the message has the address, the time, the last error and what
                 to do.
-            Unauthenticated: the store refused our token; at once.
+            Unauthenticated: the store refused the token; raised at once.
         """
         store = cls(address, credentials, call_timeout_s=call_timeout_s, resume_timeout_s=resume_timeout_s)
         try:

@@ -75,8 +75,8 @@ class StoreStateMachine:
         Args:
             first_lease: the first lease number; `MemoryStore` passes a random one, so that a lease of a store that
                 died is not mistaken for one of its successor.
-            keep_revisions: how many of the last revisions the history keeps.
-            keep_bytes: the approximate memory that they may take.
+            keep_revisions: number of the last revisions that the history keeps.
+            keep_bytes: approximate memory of the history.
         """
         assert first_lease > 0, first_lease
         self.history = ChangeHistory(FIRST_REVISION, keep_revisions=keep_revisions, keep_bytes=keep_bytes)

@@ -27,9 +27,9 @@ class StoreAccess:
 
     Attributes:
         address: host:port of an embedded store, or a URL like `etcd://a:2379,b:2379/training`.
-        credentials: of the job, for an embedded store.
-        etcd_tls: certificates for an etcd cluster that is served over TLS.
-        etcd_user: for an etcd cluster with authentication.
+        credentials: credentials for an embedded store.
+        etcd_tls: certificates for an etcd cluster that is served over TLS; None: without.
+        etcd_user: user of an etcd cluster with authentication; None: without.
     """
 
     address: str
@@ -52,13 +52,13 @@ class StoreAccess:
         """Return a store that has answered; enter it (`async with`), or close it.
 
         Args:
-            timeout_s: for how long it is tried.
+            timeout_s: limit of all attempts together.
             on_progress: called after each attempt that failed.
             resume_timeout_s: how long a broken watch tries to resume.
 
         Raises:
             StoreUnreachable: the store did not answer.
-            Unauthenticated: it refused our token, or our user; at once.
+            Unauthenticated: the store refused the token or the user; raised at once.
             ConfigError: the address has another form, or a TLS file cannot be read.
         """
         if not self.is_etcd:
@@ -85,10 +85,7 @@ def make_store_access(
     """Return the access to a store, with the etcd user that the environment names.
 
     Args:
-        address: of the store.
-        credentials: of the job.
-        etcd_tls: a folder with cert.pem, key.pem and ca.pem, for an etcd cluster that is served over TLS.
-        environment: of this process.
+        etcd_tls: folder with cert.pem, key.pem and ca.pem, for an etcd cluster that is served over TLS.
 
     Raises:
         CallerError: certificates or a user were given for a store that is no etcd cluster, or a user without password.

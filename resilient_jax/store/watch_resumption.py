@@ -31,12 +31,11 @@ async def resume_watch(
     """Yield the events of streams that follow each other, each from where the one before it broke.
 
     Args:
-        open_stream: see `OpenStream`.
-        from_revision: of the first stream.
+        from_revision: first revision of the first stream.
         what: the watch in error messages, such as "a watch of 'a/' at 10.0.0.1:7000".
-        resume_timeout_s: after which a watch that does not answer is given up.
+        resume_timeout_s: time after which a watch that does not answer is given up.
         is_closed: whether the store was closed, so that nothing is to be resumed.
-        clock: measures that time.
+        clock: clock that measures the time without an answer.
 
     Raises:
         PeerUnreachable: the stream broke, and could not be resumed in time.

@@ -102,7 +102,7 @@ def _append(descriptor: int, line: bytes) -> None:
     """Write a line completely.
 
     Raises:
-        OSError: the line did not fit; nothing of it is there.
+        OSError: the line did not fit; no part of the line is there.
     """
     complete = line + b"\n"
     written = os.write(descriptor, complete)

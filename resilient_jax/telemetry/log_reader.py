@@ -14,7 +14,7 @@ class LogPart(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         data: complete lines with their ends; of a line longer than `MAX_PART_BYTES` a piece.
-        next_offset: where the next part begins, in bytes from the beginning of the log.
+        next_offset: bytes from the beginning of the log.
         is_cut: whether fewer lines were read than asked for, because more would be too many bytes.
     """
 
@@ -67,8 +67,8 @@ def take_last_lines(data: bytes, lines: int, *, is_beginning: bool) -> tuple[byt
 
     Args:
         data: the end of a log.
-        lines: how many.
-        is_beginning: whether `data` is the complete log; else its first line may be incomplete, and does not count.
+        lines: the most lines to return.
+        is_beginning: whether `data` is the complete log; False: the first line may be incomplete, and does not count.
 
     Example:
         >>> take_last_lines(b"ne\ntwo\nthree\n", 2, is_beginning=False)

@@ -34,9 +34,9 @@ class Stall:
     Attributes:
         detected_by: the first event that reported the fault.
         change: how training resumed, "shrink" or "reform".
-        generation: the number that trained on.
-        num_hosts: of that generation.
-        step: where training resumed.
+        generation: number of the generation in which training resumed.
+        num_hosts: hosts of that generation.
+        step: first step after training resumed.
     """
 
     detected_by: EventKind
@@ -59,8 +59,8 @@ def measure_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
     """Return the stall after a fault at the monotonic time `fault_s`; None while it lasts.
 
     Args:
-        events: of all hosts, in order of time.
-        fault_s: the time of the fault.
+        events: events of all hosts, in order of time.
+        fault_s: monotonic time of the fault.
     """
     later = [event for event in events if event.monotonic_s >= fault_s]
     noticed = next((event for event in later if event.kind in FAULT_EVENTS), None)

@@ -27,10 +27,9 @@ class Activity:
     """What a process is at work on at a moment.
 
     Attributes:
-        path: the task.
-        step: the step that it belongs to.
-        since_s: the monotonic time of the last progress.
-        thread: the `ident` of the thread that is at work on it.
+        step: step that the task belongs to.
+        since_s: monotonic time of the last progress.
+        thread: `Thread.ident` of the thread that is at work on the task.
         silences_s: how long earlier silences of this task lasted in this process, in seconds; without the first of each
             generation, which may have compiled.
     """
@@ -59,7 +58,7 @@ class WorkerActivity:
     """The tasks of one process. Thread-safe.
 
     Args:
-        read_clock: gives monotonic seconds.
+        read_clock: returns monotonic seconds.
     """
 
     def __init__(self, read_clock: Callable[[], float] = time.monotonic) -> None:

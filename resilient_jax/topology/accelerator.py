@@ -38,8 +38,7 @@ class Accelerator:
         name: such as "NVIDIA H100 SXM 80GB".
         peaks: one per number format, dense (no sparsity).
         memory_bytes: size of the device's memory.
-        memory_bandwidth_bytes_per_s: between the device and its memory, reads and writes together.
-        source: source of the figures.
+        memory_bandwidth_bytes_per_s: bandwidth between the device and its memory, reads and writes together.
     """
 
     name: str

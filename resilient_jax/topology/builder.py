@@ -24,7 +24,6 @@ def build_topology(file: TopologyFile, *, source: str) -> Topology:
     """Return the topology that a file describes.
 
     Args:
-        file: its tables.
         source: name of the file in messages.
 
     Raises:

@@ -29,7 +29,6 @@ def list_failure_domains(host: Host, levels: Sequence[str]) -> tuple[FailureDoma
     """Return the failure domains of a host, from the host itself outward.
 
     Args:
-        host: the host.
         levels: names of the failure levels, "host" first.
     """
     names = (host.name, *host.domains)
@@ -40,8 +39,7 @@ def group_by_domain(hosts: Iterable[Host], level: str, place: int) -> tuple[Doma
     """Return the domains of one level that have hosts.
 
     Args:
-        hosts: hosts of the topology, in its order.
-        level: the level's name.
+        hosts: hosts of the topology, in the topology's order.
         place: index of the level: 0 for hosts, 1 for what is around them, ...
     """
     members: dict[str, list[Host]] = {}
@@ -61,7 +59,6 @@ def validate_domains(hosts: Iterable[Host], between: Sequence[str]) -> None:
     """Raise an error for hosts whose domains do not fit the levels, or do not nest.
 
     Args:
-        hosts: all hosts.
         between: names of the levels between the host and the outermost.
 
     Raises:

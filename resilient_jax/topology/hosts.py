@@ -22,16 +22,13 @@ class Host:
 
     Attributes:
         name: unique in its topology.
-        accelerator: kind of all its devices.
-        devices: number of devices that compute.
-        speed: current part of its accelerator's rates in (0, 1]; 1 is healthy. All wait for the slowest device.
+        accelerator: kind of all devices of the host.
+        speed: current part of the accelerator's rates in (0, 1]; 1 is healthy. All wait for the slowest device.
         lost_devices: indexes of devices that do not compute any more.
         device_speeds: the speed of each device that computes, in the order of their indexes; empty: all have `speed`.
-        link_speed: current part of the bandwidth of its links to other hosts in (0, 1].
-        domains: names of the domains that contain it, innermost first: one for each level between the host itself and
-            the outermost, which has all hosts.
-        source: source of the information.
-        order: sort key of hosts.
+        link_speed: current part of the bandwidth of the host's links to other hosts in (0, 1].
+        domains: names of the domains that contain the host, innermost first: one for each level between the host itself
+            and the outermost, which has all hosts.
     """
 
     name: HostName

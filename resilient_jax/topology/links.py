@@ -28,11 +28,9 @@ class LinkLevel:
     Attributes:
         name: such as "host", "rack", "cluster".
         bandwidth_bytes_per_s: bandwidth of one port, each way.
-        port: whether a device or a host has the port.
         latency_s: latency of one message, from sender to receiver.
         oversubscription: how many times more the ports below could send than this level carries; 1 if it carries all.
             The top of a fat tree is thinner than its leaves.
-        source: source of the figures.
     """
 
     name: str

@@ -96,7 +96,7 @@ class Topology:
         """Return the host of that name.
 
         Raises:
-            UnknownHost: there is none.
+            UnknownHost: there is no such host.
         """
         return self.hosts[self._place(name)]
 

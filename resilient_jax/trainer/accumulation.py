@@ -28,12 +28,11 @@ def make_microbatch_function(
     """Return a function of a microbatch. It copies the variables to a replica's mesh once.
 
     Args:
-        compute: the compiled program.
-        variables: on this host's devices.
-        placement: of variables and results.
-        example: the abstract arrays of a microbatch.
-        key_step: for the random keys, in place of the microbatch's step.
-        update: what becomes of the sum.
+        variables: variables on this host's devices.
+        placement: placement of variables and results.
+        example: abstract arrays of a microbatch.
+        key_step: step for the random keys; None: the microbatch's step.
+        update: what the update computes of the sum.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 

@@ -66,9 +66,8 @@ class Arrangement:
     """How the steps of one generation are computed.
 
     Attributes:
-        replica_shape: of its replicas.
-        placement: of parameters and sums on this host's devices.
-        plan: that the arrangement follows; None: without a planner.
+        placement: placement of parameters and sums on this host's devices.
+        plan: plan that the arrangement follows; None: without a planner.
     """
 
     replica_shape: ReplicaShape
@@ -86,8 +85,8 @@ class Arranger:
     """Makes the arrangement of each generation of one `fit`.
 
     Attributes:
-        plan_searcher: None without a planner.
-        why_equal_stages: why all hosts of a pipeline must have as many devices, in words; "": they may differ.
+        plan_searcher: searcher of plans; None: without a planner.
+        why_equal_stages: why all hosts of a pipeline must have as many devices, in words; "": hosts may differ.
     """
 
     def __init__(self, config: FitConfig) -> None:
@@ -101,7 +100,6 @@ class Arranger:
         """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
 
         Args:
-            world: of this generation.
             params: shapes of the model's parameters.
 
         Raises:
@@ -206,7 +204,7 @@ class PlanSearcher:
     """Searches plans for one program, and turns them into arrangements; caches the plans found.
 
     Attributes:
-        why_equal: why all hosts must have the same axes, and what to change, in words; "": they may differ.
+        why_equal: why all hosts must have the same axes, and what to change, in words; "": hosts may differ.
     """
 
     def __init__(self, config: FitConfig) -> None:

@@ -54,7 +54,7 @@ class BlockPrefetch:
     """What a host fetches in one generation after the other.
 
     Attributes:
-        bytes_taken: of the units that it had copies of when the present generation began.
+        bytes_taken: bytes of the units that the host had copies of when the present generation began.
     """
 
     def __init__(self) -> None:
@@ -82,9 +82,7 @@ class BlockPrefetch:
         """Have what this host needs to join: say where to send copies, and wait for them if there is a place for it.
 
         Args:
-            placement: as if it had joined.
-            worker: of this host.
-            shapes: of the state of each unit.
+            placement: placement as if this host had joined.
         """
         self.drop()
         # One that is about to join, too: the members may change before, and have it join then.

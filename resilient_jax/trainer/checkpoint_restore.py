@@ -33,15 +33,12 @@ def restore_newest(
     Each checkpoint that some host cannot read is an event, on every host. None: the directory has no checkpoint.
 
     Args:
-        world: the hosts.
-        store: of the checkpoints.
-        checkpoints: their options.
-        abstract: the shapes of the state.
-        sharding: of each leaf; None: in host memory.
+        abstract: tree of the state's shapes.
+        sharding: sharding of each leaf; None: leaves in host memory.
 
     Raises:
-        CheckpointUnreadable: there are checkpoints, but none can be read; says why each. Or there is none although the
-            job's state was lost, and the job was to resume from a checkpoint.
+        CheckpointUnreadable: there are checkpoints, but none can be read; the message says why for each. Or there is no
+            checkpoint although the job's state was lost, and the job was to resume from a checkpoint.
         StateError: the hosts see different checkpoints, or the directory has other contents than checkpoints, or the
             newest readable one is of another state; or the state cannot be on storage.
     """

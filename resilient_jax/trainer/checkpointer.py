@@ -121,7 +121,7 @@ class Checkpointer:
         If the host that was to save it is dead, the first live host saves it. A save that failed is made once more.
 
         Returns:
-            Why it is not on storage; empty: it is.
+            Why the state is not on storage; empty: it is.
         """
         world, step = layout.world, int(state.step)
         if world.replay is not None:

@@ -27,10 +27,10 @@ class Checkpoints:
             is the user's home folder.
         save_interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
         max_to_keep: how many of the newest checkpoints to keep.
-        timeout_s: seconds that writing or reading a checkpoint may take; then it has failed. A failed save is an
-            event. If it was the last, it is made once more; if that fails, too, an error is logged, and the model is in
-            the result of `fit`, with `checkpoint_failure`. A pipeline without `gather_result` ends with
-            `CheckpointFailed`.
+        timeout_s: seconds that writing or reading a checkpoint may take; after that the save or load has failed. A
+            failed save is an event. The last save is made once more when it fails; if that fails, too, an error is
+            logged, and the model is in the result of `fit`, with `checkpoint_failure`. A pipeline without
+            `gather_result` ends with `CheckpointFailed`.
 
     Raises:
         CallerError: an integer is below 1, the timeout is not above 0, or the directory, or one above it, is a file.

@@ -15,7 +15,7 @@ def check_no_file(directory: str | Path) -> None:
     """Check that a directory can be there: neither it nor one above it is a file.
 
     Raises:
-        CallerError: one is.
+        CallerError: a file is there.
     """
     path = Path(directory).absolute()
     found = next((one for one in (path, *path.parents) if one.exists()), None)

@@ -40,10 +40,11 @@ class Evaluation:
     Attributes:
         data: what `Trainer(data=)` takes; arrays and a source of examples are read in their own order. A function gets
             step 0 each time.
-        interval_steps: evaluate before each step whose number is a multiple of it, except 0; and after the last step.
+        interval_steps: evaluate before each step whose number is a multiple of this number, except 0; and after the
+            last step.
         microbatch_size: examples in a microbatch; None: as many as in training.
-        num_microbatches: how many to evaluate; None: all of the source, which must be a multiple of the microbatch
-            size.
+        num_microbatches: microbatches of an evaluation; None: all of the source, which must be a multiple of the
+            microbatch size.
         loss_fn: a function like that of training; None: the same function.
         use_ema: evaluate the average of the parameters, of `Numerics(ema_decay=...)`, in place of the parameters.
 

@@ -83,7 +83,7 @@ class ReadOptions:
 
     Attributes:
         shuffle: a source of examples is shuffled newly in each epoch, unless this is False. For other sources: None.
-        prefetch_buffer_size: how many microbatches to keep ready.
+        prefetch_buffer_size: microbatches that are kept ready.
         num_threads: how many threads read.
 
     Raises:
@@ -108,15 +108,11 @@ class FitConfig:
     """The configuration of one `fit`, without arrays.
 
     Attributes:
-        num_steps: that are committed in the end.
-        recipe: of a step.
+        num_steps: steps that are committed in the end.
         microbatch_size: examples in a microbatch.
-        model: as the user gave it.
-        data: of the training.
-        initial_variables: returns those that the initial state has; None: as the model makes them.
-        planner: of the replicas; None: the user specifies them.
-        evaluation: its options; None: no evaluation.
-        evaluation_loss: the loss of the evaluation.
+        model: model as the user gave it.
+        initial_variables: returns the variables that the initial state has; None: the model makes them.
+        planner: planner of the replicas; None: the user specifies replicas.
     """
 
     num_steps: int

@@ -73,10 +73,7 @@ class FitGeneration:
     """What computes the steps of one generation.
 
     Attributes:
-        layout: of the state.
-        programs: of the recipe.
-        sum_microbatches: the sums of a step.
-        compiler: of programs of likely next worlds; None: without a planner.
+        compiler: compiler of programs of likely next worlds; None: without a planner.
     """
 
     layout: StateLayout
@@ -212,7 +209,7 @@ class FitLoop:
         """Return the metrics of an evaluation. Every host must call this.
 
         Raises:
-            CallerError: the trainer has none.
+            CallerError: the trainer has no evaluation.
         """
         if self._evaluator is None:
             raise CallerError(
@@ -232,7 +229,7 @@ class FitLoop:
         """Return the result of the last state; with checkpoints when it is on storage. Every host must call this.
 
         Raises:
-            CheckpointFailed: it is not on storage, and no host has all of the model in memory.
+            CheckpointFailed: the checkpoint is not on storage, and no host has all of the model in memory.
         """
         trained = generation.layout.gather_result(state)  # first: storage that fails must not cost the model
         failure = ""

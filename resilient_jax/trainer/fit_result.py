@@ -21,9 +21,10 @@ class TrainedModel(NamedTuple):
     """What the hosts have of the trained model when training ends.
 
     Attributes:
-        variables: in host memory; None: no host has all of them, as in a pipeline.
-        ema_params: the average of the parameters; None: it was not kept, or no host has all of it.
-        params_sha256: the digest of the parameters, where hosts make it together; None: by `digest_tree`.
+        variables: arrays in host memory; None: no host has all variables, as in a pipeline.
+        ema_params: the average of the parameters; None: no average was kept, or no host has the whole.
+        params_sha256: the digest of the parameters, where hosts compute the digest together; None: `digest_tree`
+            computes it.
     """
 
     variables: Variables | None
@@ -37,14 +38,16 @@ class FitResult:
 
     Attributes:
         step: how many steps are committed.
-        metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if it made none.
+        metrics: the metrics of the last step and the last evaluation on this host, as floats; empty if this host made
+            none.
         trained: what this host has of the trained model.
         adapter: what makes the model from its variables.
-        stop_reason: why training ended before the last step; None: it did not.
+        stop_reason: why training ended before the last step; None: training did not end before.
         host_index: this host's index in the last generation; host 0 prints and saves.
         checkpoint_directory: where the state after the last step is, as a checkpoint; None without `checkpoints=`, and
-            if it could not be saved.
-        checkpoint_failure: why it could not be saved; the model is in this result alone. Empty: it was, or need not be.
+            if the state could not be saved.
+        checkpoint_failure: why the state could not be saved; the model is in this result alone. Empty: the state was
+            saved, or need not be.
     """
 
     step: int
@@ -63,7 +66,7 @@ class FitResult:
         Of an `nnx` model they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
 
         Raises:
-            CallerError: no host has all of them: it was a pipeline without `gather_result=True`.
+            CallerError: no host has all variables: the job was a pipeline without `gather_result=True`.
         """
         return self._require_variables()
 

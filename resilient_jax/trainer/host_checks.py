@@ -22,7 +22,7 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
     """Check that microbatches can be sharded evenly over the devices of a replica.
 
     Raises:
-        CallerError: says the numbers.
+        CallerError: devices do not divide a microbatch; the message has the numbers.
     """
     devices = shape.count_devices(len(world.local_devices), count_devices_by_host(world.devices))
     cuts = next(iter(shape.for_host(len(world.local_devices)).mesh_axes(devices).values()))
@@ -45,9 +45,8 @@ def require_equal_devices(world: World, why_equal: str, *, is_first: bool) -> No
     leaves. The others wait until they have left, which ends the generation.
 
     Args:
-        world: of the generation.
-        why_equal: why all must have as many, and what to change; "": they may differ.
-        is_first: whether this worker asks for the first time: its agent is told to keep all devices, or none.
+        why_equal: why all hosts must have as many devices, and what to change; "": hosts may differ.
+        is_first: whether this worker asks for the first time: the worker's agent is told to keep all devices, or none.
 
     Raises:
         CallerError: hosts that differ have not left in time.
@@ -91,7 +90,7 @@ def check_batch_size(world: World, config: FitConfig, shape: ReplicaShape) -> No
     """Check that a new job has at least one microbatch for each replica.
 
     Raises:
-        CallerError: says the numbers.
+        CallerError: there are fewer microbatches than replicas; the message has the numbers.
     """
     replicas, microbatches = world.count_replicas(shape), config.recipe.num_microbatches
     if microbatches < replicas:
@@ -107,7 +106,7 @@ def check_initial_variables_agree(world: World, given: GivenLeaves) -> None:
     """Check that all hosts have loaded the same variables: the bits of a state are those of any host.
 
     Raises:
-        CallerError: they have not; names the hosts that differ from the first.
+        CallerError: hosts have loaded others; the message names the hosts that differ from the first.
     """
     digest = np.frombuffer(bytes.fromhex(digest_tree(given)), np.int32)
     # Each host fills in its own row, so the sum over hosts has the digest of every host.
@@ -126,7 +125,7 @@ def agree_on_checkpoint(world: World, found: int | None, checkpoints: Checkpoint
     """Return the newest checkpoint, which must be the same on all hosts.
 
     Raises:
-        StateError: the hosts found different ones; names hosts and steps.
+        StateError: the hosts found different ones; the message names hosts and steps.
     """
     mine = np.zeros(len(world.hosts), np.int32)
     mine[world.host_index] = -1 if found is None else found

@@ -24,7 +24,7 @@ def check_initial_variables(given: object) -> Callable[[], Tree] | None:
     """Return the user's function that makes variables; None: there is none.
 
     Raises:
-        CallerError: it is no function without parameters.
+        CallerError: `given` is no function without parameters.
     """
     if given is None:
         return None
@@ -40,9 +40,9 @@ def match_variables(variables: Variables, given: Tree) -> GivenLeaves:
     """Return the given arrays in the dtypes of the model's variables.
 
     Args:
-        variables: abstract.
+        variables: abstract variables of the model.
         given: an `nnx.Module`, `nnx.State` or tree with the paths of an `nnx` model; the parameters of a Linen model or
-            a dict of its collections; the tree of a function. Variables that are not in it keep their initial values.
+            a dict of its collections; the tree of a function. Variables that are not given keep their initial values.
 
     Raises:
         CallerError: an array is at no path of the model, or has another shape or kind.

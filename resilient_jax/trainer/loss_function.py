@@ -34,7 +34,7 @@ class LossFunction:
     Attributes:
         function: `function(model, batch)`, or with a key as well; returns the mean over the batch, a scalar or a
             `WeightedMean`, or that mean and a dict of means by name.
-        key_name: the function's parameter of `KEY_NAMES`; None: it has none.
+        key_name: the function's parameter of `KEY_NAMES`; None: the function takes no key.
     """
 
     function: Callable[..., Any]
@@ -44,7 +44,7 @@ class LossFunction:
         """Return (loss, metrics). Exceptions of the function pass unchanged.
 
         Raises:
-            CallerError: the function returns something else; says what.
+            CallerError: the function returns something else; the message says what.
         """
         found = call_with_key(self.function, self.key_name, key, model, batch)
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -55,7 +55,7 @@ def adapt_loss(function: object) -> LossFunction:
     """Return the user's loss function as a `LossFunction`.
 
     Raises:
-        CallerError: it cannot be called with a model, a batch and at most one of `KEY_NAMES`.
+        CallerError: the function cannot be called with a model, a batch and at most one of `KEY_NAMES`.
     """
     key_name = find_key_name(function, 2, EXPECTED_LOSS)
     assert callable(function), "checked above"
@@ -66,11 +66,11 @@ def check_same_means(found: tuple[Mean, Metrics], first: tuple[Mean, Metrics]) -
     """Refuse a loss function that returns other means than when it was first traced: they cannot be added to these.
 
     Args:
-        found: of a microbatch, (loss, metrics).
-        first: the same, or its sums, or shapes.
+        found: (loss, metrics) of a microbatch.
+        first: (loss, metrics) when first traced, or sums or shapes of these.
 
     Raises:
-        CallerError: one of the two is a scalar and the other a `WeightedMean`, or they have other names.
+        CallerError: one of the two is a scalar and the other a `WeightedMean`, or metrics have other names.
     """
     mine, expected = ({"loss": loss, **metrics} for loss, metrics in (found, first))
     if jax.tree.structure(mine) != jax.tree.structure(expected):

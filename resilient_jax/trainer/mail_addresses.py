@@ -16,8 +16,7 @@ class MailAddresses:
         """Return the addresses of all live hosts, which they tell each other; every host must call this.
 
         Args:
-            world: of the generation that begins.
-            own: the address of this host, which stays the same as long as its worker lives.
+            own: the address of this host, which stays the same as long as the host's worker lives.
 
         Raises:
             ServiceEnded: an address is not known, and the world can form no clique to ask.

@@ -46,8 +46,8 @@ class Variables(NamedTuple):
     """The variables of a model.
 
     Attributes:
-        params: what the optimizer updates.
-        collections: all others, by the name of their Linen collection or NNX type; frozen parameters too.
+        params: parameters that the optimizer updates.
+        collections: all other variables, by the name of their Linen collection or NNX type; frozen parameters too.
     """
 
     params: Tree
@@ -73,10 +73,10 @@ class ModelAdapter(abc.ABC):
         """Return the result of `use(model)`, and the variables after it, which may be more than before.
 
         Args:
-            variables: as `init` makes them.
-            key: for all random numbers that the model draws.
-            use: called with the bound model.
-            training: False: in evaluation mode, if the model has one.
+            variables: variables as `init` makes them.
+            key: key of all random numbers that the model draws.
+            use: function that is called with the bound model.
+            training: False: the model is in evaluation mode, if the model has one.
         """
 
     @abc.abstractmethod
@@ -84,7 +84,7 @@ class ModelAdapter(abc.ABC):
         """Return the user's kind of a model with these variables, outside of a program.
 
         Args:
-            variables: as `init` makes them, as numpy arrays, of a random key its raw data.
+            variables: variables as `init` makes them, as numpy arrays; of a random key its raw data.
         """
 
 
@@ -92,12 +92,13 @@ def adapt_model(model: object, wrt: Any = nnx.Param) -> ModelAdapter:  # noqa: A
     """Return the adapter of the user's model.
 
     Args:
-        wrt: selects the parameters that are trained, as that of `nnx.Optimizer`; `nnx.Param`: all of any model.
+        wrt: selects the parameters that are trained, as that of `nnx.Optimizer`; `nnx.Param`: all parameters of any
+            model.
         model: a function or class that makes an `nnx.Module` and has a parameter `rngs`; a `flax.linen.Module`; or a
             function `init(key)` that makes a tree of arrays.
 
     Raises:
-        CallerError: it is none of these, or an `nnx.Module` with its arrays already made; `wrt` is no filter.
+        CallerError: `model` is none of these, or an `nnx.Module` with its arrays already made; `wrt` is no filter.
     """
     try:
         trained = None if wrt is nnx.Param else nnx.filterlib.to_predicate(wrt)
@@ -134,7 +135,7 @@ def _check_call(function: Callable[..., Any], *names: str) -> None:
     """Check that the function can be called with these arguments by name; without names, with a key.
 
     Raises:
-        CallerError: it cannot.
+        CallerError: the function cannot be called so.
     """
     # The metaclass of nnx hides the parameters of a class.
     called = functools.partial(function.__init__, None) if isinstance(function, type) else function
@@ -251,7 +252,8 @@ def _check_trained(variables: Variables) -> None:
     """Check that something is trained, and that it has gradients.
 
     Raises:
-        CallerError: it has not; names the parameters that there are.
+        CallerError: nothing is trained, or a parameter has no gradient; the message names the parameters that there
+            are.
     """
     found = jax.tree_util.tree_leaves_with_path(variables.params)
     if not found:

@@ -46,7 +46,7 @@ def check_table(recipe: Recipe, step: int, table: CommitTable) -> None:
     """Refuse numbers of a pipeline that are not finite, if that is the policy, before its state is updated.
 
     Raises:
-        NonFiniteError: says which.
+        NonFiniteError: a number is not finite; the message says which.
     """
     is_finite = math.isfinite(table.norm) and math.isfinite(table.loss)
     if not is_finite and recipe.numerics.non_finite == NonFinitePolicy.STOP:

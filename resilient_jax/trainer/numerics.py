@@ -33,9 +33,9 @@ class Numerics:
 
     Attributes:
         clip_norm: the largest global norm of a step's gradient; None: no clipping.
-        compute_dtype: a dtype such as `jnp.bfloat16`: the loss gets the parameters in it, while the optimizer and the
-            sums over microbatches keep theirs. Batches are not cast: make them in this dtype, or they widen the
-            activations.
+        compute_dtype: a dtype such as `jnp.bfloat16`: the loss gets the parameters in this dtype, while the optimizer
+            and the sums over microbatches keep theirs. Batches are not cast: batches of another dtype widen the
+            activations. None: no cast.
         remat: recompute activations in the backward pass instead of keeping them (`jax.checkpoint`).
         non_finite: "stop", "skip" or "warn".
         ema_decay: keep an exponential moving average of the parameters, `decay * average + (1 - decay) * params` after

@@ -20,8 +20,7 @@ class OptionGroup(NamedTuple):
     """What an argument may be.
 
     Attributes:
-        type: of the argument.
-        example: of a right argument.
+        example: a right argument, as a user writes it.
         is_optional: whether it may be None.
     """
 
@@ -45,7 +44,7 @@ def check_option_groups(**arguments: object) -> None:
     """Check that each argument is of its group.
 
     Raises:
-        CallerError: names the first that is not, with an example of a right one.
+        CallerError: an argument is of another type; the message names the first, with an example of a right one.
     """
     for name, found in arguments.items():
         group = OPTION_GROUPS[name]
@@ -60,7 +59,7 @@ def check_callbacks(callbacks: object) -> None:
     """Check that `callbacks` is a sequence of functions of one argument.
 
     Raises:
-        CallerError: it is not.
+        CallerError: `callbacks` is no such sequence.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
         raise CallerError(
@@ -85,7 +84,7 @@ def check_log_directory(directory: object) -> str | Path | None:
     A directory that is missing is created. Whether the disk has space is not checked: a full one stops no training.
 
     Raises:
-        CallerError: it is not.
+        CallerError: `directory` is no such directory.
     """
     if directory is None:
         return None

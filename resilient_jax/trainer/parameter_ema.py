@@ -19,8 +19,8 @@ class EmaState(NamedTuple):
     """The state of an optimizer whose parameters are averaged.
 
     Attributes:
-        optimizer: the state of the optimizer itself.
-        ema_params: the average, in the shapes and dtypes of the parameters.
+        optimizer: state of the user's optimizer alone.
+        ema_params: average of the parameters, in the shapes and dtypes of the parameters.
     """
 
     optimizer: optax.OptState

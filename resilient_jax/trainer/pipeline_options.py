@@ -28,24 +28,25 @@ class Pipeline:
         num_stages: number of hosts of a replica. Hosts that are left over make some replicas longer; with fewer hosts
             than stages there is one replica of all of them, and nothing checks that it fits their memory.
         schedule: "zero_bubble" computes weight gradients while a host would wait for others; "gradient_first" and
-            "whole_backward" (1F1B) keep fewer arrays. It changes no bit.
-        log_bytes: host memory, in bytes, for values sent between stages: they are kept until a step is committed, to be
-            sent again after a failure. What has no room is computed again.
-        state_bytes_per_s: at which a host gets blocks that others have, in bytes per second, until the job has measured
-            it. By that it is decided whether blocks move at once when a host is lost, or its stage is kept.
+            "whole_backward" (1F1B) keep fewer arrays. The choice changes no bit.
+        log_bytes: host memory, in bytes, for values sent between stages: values are kept until a step is committed, to
+            be sent again after a failure. What has no room is computed again.
+        state_bytes_per_s: speed at which a host gets blocks that others have, in bytes per second, until the job has
+            measured the speed. It decides whether blocks move at once when a host is lost, or its stage is kept.
         gather_result: bring the trained model together in the memory of each host when training ends, as
-            `FitResult.variables`; it must fit there. Else it is in the last checkpoint, and on no host as a whole.
-        axis_sizes: of the devices of a host, such as {"tensor": 2}: "data" (examples are shared, weights replicated),
-            "fsdp" (examples are shared, weights sharded, and gathered block by block before use), "tensor" and
-            "expert" (weights are sharded along dims with such logical names). They multiply to the devices of a host;
-            fsdp takes what the others leave, if it is not given.
+            `FitResult.variables`; the model must fit there. Else the model is in the last checkpoint, and on no host as
+            a whole.
+        axis_sizes: sizes of the axes of a host's devices, such as {"tensor": 2}: "data" (examples are shared, weights
+            replicated), "fsdp" (examples are shared, weights sharded, and gathered block by block before use), "tensor"
+            and "expert" (weights are sharded along dims with such logical names). Sizes multiply to the devices of a
+            host; fsdp takes what the others leave, if fsdp is not given.
         logical_axis_rules: the logical names of the parameters' dims, where the model's Flax metadata does not name
             the dims.
-        axes_by_host: whether hosts may have other axes than the job's, because they have fewer devices or have lost
+        axes_by_host: whether hosts may have other axes than the job's, because hosts have fewer devices or have lost
             some. All hosts still have the same weights, bit for bit: products and sums of an update are computed so
             that they have the same bits on any number of devices, which takes longer to compile, on all hosts. Without
-            it, and with an optimizer of which that cannot be had, such as Muon, a host takes no part while one of its
-            devices is out. None: yes on CPU; on other platforms equal bits were not tested.
+            it, and with an optimizer of which equal bits cannot be had, such as Muon, a host takes no part while one of
+            its devices is out. None: yes on CPU; on other platforms equal bits were not tested.
 
     Raises:
         CallerError: a value is of another type, or impossible.

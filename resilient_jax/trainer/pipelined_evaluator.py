@@ -43,7 +43,8 @@ class PipelinedEvaluator:
         """Cut the loss of the evaluation, without a device.
 
         Raises:
-            CallerError: it cannot be cut where the training's loss is; says what stands in the way.
+            CallerError: the evaluation's loss cannot be cut where the training's loss is; the message says what stands
+                in the way.
         """
         assert config.evaluation is not None
         evaluation, recipe = config.evaluation, config.recipe

@@ -44,14 +44,13 @@ def cut_training_loss(
     """Return the model of a training in blocks, and the sharding of a stage, without devices.
 
     Args:
-        config: of the job.
-        programs: of its recipe.
+        programs: programs of the job's recipe.
         axes: sizes of the axes of a stage's devices.
-        devices: of one stage; only their number and kind count.
-        may_replicate: see `StageAxes`.
+        devices: devices of one stage; only their number and kind count.
+        may_replicate: as in `StageAxes`.
 
     Raises:
-        CallerError: the model or an option does not fit a pipeline; says what stands in the way.
+        CallerError: the model or an option does not fit a pipeline; the message says what stands in the way.
     """
     _check_recipe(config)
     mesh = make_abstract_stage_mesh(axes, devices)
@@ -68,9 +67,8 @@ def make_marked_loss(
     It returns (loss, metrics), with totals and weights by name as `split_weights` gives them.
 
     Args:
-        recipe: of the training.
-        loss_fn: of the training or of an evaluation.
-        tree: of the variables.
+        loss_fn: loss of the training or of an evaluation.
+        tree: tree of the model's variables.
         training: whether the model is applied as in training.
     """
 

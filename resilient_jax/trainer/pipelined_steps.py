@@ -69,10 +69,8 @@ class PipelinedSteps:
     """The pipeline of this host for one `fit`.
 
     Attributes:
-        abstract_state: the shapes of the state of the whole model.
-        options: of the job.
-        cut: the model.
-        sharding: over the devices of this host, without devices.
+        abstract_state: shapes of the state of the whole model.
+        sharding: sharding over the devices of this host, without devices.
     """
 
     def __init__(
@@ -87,15 +85,15 @@ class PipelinedSteps:
         """Cut the model, without an array.
 
         Args:
-            config: of the job.
-            programs: of its recipe.
-            data: of the training.
-            axes: of the devices of this host.
-            devices: of this host; only their number and kind count.
-            why_equal_axes: why all hosts must have as many devices, in words; "": they may differ.
+            programs: programs of the job's recipe.
+            data: data of the training.
+            axes: axes of this host's devices.
+            devices: devices of this host; only their number and kind count.
+            why_equal_axes: why all hosts must have as many devices, in words; "": hosts may differ.
 
         Raises:
-            CallerError: the model, its optimizer or an option does not fit a pipeline; says what stands in the way.
+            CallerError: the model, its optimizer or an option does not fit a pipeline; the message says what stands in
+                the way.
         """
         options = config.parallelism.pipeline
         assert options is not None

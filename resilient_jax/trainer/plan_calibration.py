@@ -36,8 +36,8 @@ class JobFit(NamedTuple):
     """A fit to the steps of a job.
 
     Attributes:
-        plan: that runs.
-        fit: of the constants, to the steps of all plans so far.
+        plan: plan that runs.
+        fit: constants fitted to the steps of all plans so far.
         given: the constants that the job began with.
     """
 
@@ -93,11 +93,11 @@ class PlanCalibrator:
         """Note a step of this generation that waited for no program.
 
         Args:
-            plan: of the generation.
-            seconds: that it took.
+            plan: plan of the generation.
+            seconds: duration of the step.
 
         Returns:
-            The measured steps of all plans, that of this one last, if constants are to be fitted to them now; else ().
+            The measured steps of all plans, the step of this plan last, if constants are to be fitted now; else ().
         """
         self._steps.append(seconds)
         self._num_steps += 1
@@ -116,7 +116,7 @@ def fit_job(given: Calibration, measured: tuple[StepMeasurement, ...], check: Ca
 
     Args:
         given: the constants that the job began with.
-        measured: its steps, that of the plan that runs last.
+        measured: measured steps of the job, those of the plan that runs last.
         check: raises if the fit is to end.
     """
 

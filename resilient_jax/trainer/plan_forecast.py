@@ -34,10 +34,9 @@ class PlanForecast:
     """The losses and joins of one generation.
 
     Args:
-        searcher: of the job's plans.
-        world: of the generation.
-        plan: of the generation.
-        is_ready: whether the programs of a plan are compiled, here.
+        searcher: searcher of the job's plans.
+        plan: plan of the generation.
+        is_ready: whether the programs of a plan are compiled on this host.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class PlanForecast:
         """Report what is estimated. Thread-safe.
 
         Args:
-            compile_s: how long the programs of a step take in this job, if none of them is ready, in seconds.
+            compile_s: seconds that the programs of a step take to compile in this job, if no program is ready.
         """
         if not (self._losses or self._joins):
             return
@@ -126,9 +125,8 @@ class PlanForecast:
         """Return changes, with the plans after them.
 
         Args:
-            groups: of the hosts that are lost or join.
-            likely: the changes, as indices of groups.
-            change: returns the hosts that train after a loss or join of these.
+            likely: changes as indices of groups.
+            change: returns the hosts that train after a loss or join of some hosts.
             check: raises if the search is to end.
         """
         found = []
@@ -187,12 +185,12 @@ def list_likely_groups(sizes: Sequence[int], most: int, limit: int) -> list[tupl
     """Return from which groups hosts may be that are lost, or join, at one moment: the likeliest first.
 
     Args:
-        sizes: of the groups.
-        most: hosts at one moment.
-        limit: of what is returned.
+        sizes: hosts in each group.
+        most: the most hosts at one moment.
+        limit: the most changes that are returned.
 
     Returns:
-        The indices of their groups, ascending: of one host first, then of two, and so on.
+        The indices of the hosts' groups, ascending: of one host first, then of two, and so on.
 
     >>> list_likely_groups([2, 1], 3, 9)
     [(0,), (1,), (0, 1), (0, 0), (0, 0, 1)]

@@ -57,9 +57,9 @@ class Stage:
     """Devices that compute some blocks of a replica.
 
     Attributes:
-        name: of it, in the routes.
-        sharding: over its devices.
-        units: whose state it has.
+        name: name of the stage in the routes.
+        sharding: sharding over the stage's devices.
+        units: numbers of the units whose state the stage has.
     """
 
     name: HostName
@@ -72,9 +72,9 @@ class StageWork:
     """What a stage did in a step.
 
     Attributes:
-        busy_s: seconds in its tasks, without waits for other stages.
-        tasks_end_s: when the last of its tasks ended, in seconds since the step began.
-        task_seconds: seconds of each of its tasks.
+        busy_s: seconds in the stage's tasks, without waits for other stages.
+        tasks_end_s: when the last of the stage's tasks ended, in seconds since the step began.
+        task_seconds: seconds of each of the stage's tasks.
     """
 
     busy_s: float
@@ -86,12 +86,12 @@ class PlannedPipeline:
     """The steps of a plan with a pipeline; made by `Trainer.compile_plan`.
 
     Attributes:
-        plan: that it follows.
-        state_shardings: of a state, for `jax.device_put`: each array is on the devices of its layer's stages alone.
-        cut: says in words which stage has which blocks, such as `replica-0 0-2 -> 3-5`.
-        stages: of all replicas.
-        routes: of the microbatches through the stages.
-        last_step: what each stage did in the last step, by its name.
+        plan: plan that the pipeline follows.
+        state_shardings: shardings of a state, for `jax.device_put`: each array is on the devices of its layer's stages
+            alone.
+        cut: text that says which stage has which blocks, such as `replica-0 0-2 -> 3-5`.
+        routes: routes of the microbatches through the stages.
+        last_step: what each stage did in the last step, by the stage's name.
     """
 
     def __init__(
@@ -185,9 +185,10 @@ class PlannedPipeline:
         """Return the next state, and the means of loss and metrics.
 
         Args:
-            state: with the shardings of `state_shardings`. It is donated, unless `donate_state=False`: a step deletes
-                its arrays when all gradients are summed and checked, unit by unit. Where a step raises before that,
-                such as for a bad batch or gradients that are not finite, it stays as it is.
+            state: a state with the shardings of `state_shardings`. The state is donated, unless `donate_state=False`: a
+                step deletes the arrays of the state when all gradients are summed and checked, unit by unit. Where a
+                step raises before that, such as for a bad batch or gradients that are not finite, the state stays as it
+                is.
             batch: numpy arrays whose first dim is the examples of the plan's whole batch. Microbatches are consecutive
                 rows.
             before_task: called before each task, on the thread of its stage.
@@ -347,7 +348,7 @@ def compile_pipeline(
     """Return the steps of a trainer's recipe by a plan; see `Trainer.compile_plan`.
 
     Raises:
-        CallerError: see there.
+        CallerError: as `Trainer.compile_plan`.
     """
     found = config.microbatch_size, config.recipe.num_microbatches
     if found != (plan.microbatch_sequences, plan.microbatches):
@@ -441,8 +442,8 @@ def _make_joint_mesh(devices: Sequence[Sequence[Any]], local: Mesh) -> Mesh:
     """Return the mesh of arrays that these stages have, each all of it, over the devices of all of them.
 
     Args:
-        devices: of each stage.
-        local: of one of them, whose axes all have.
+        devices: devices of each stage.
+        local: mesh of one stage, whose axes all stages have.
     """
     grid = np.array([list(own) for own in devices]).reshape(len(devices), *local.devices.shape)
     return Mesh(grid, (STAGE_COPIES_AXIS, *map(str, local.axis_names)))

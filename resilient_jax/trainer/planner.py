@@ -33,22 +33,22 @@ class Planner:
     they stay when hosts are lost, and so do the bits.
 
     Attributes:
-        topology: the topology of all hosts that may take part, or its file; the hosts of a job are found in it by
-            their names.
+        topology: the topology of all hosts that may take part, or its file; the hosts of a job are found in the
+            topology by their names.
         logical_axis_rules: the logical names of the parameters' dims, where the model's Flax metadata does not name
             the dims.
         program_cost: the cost of the model's program; None: analyzed when the job begins, which compiles the model's
             gradient twice.
         calibration: constants of the cost model.
-        calibrate: fit them to the steps of this job, which counts from its next change of hosts on (event
+        calibrate: fit the constants to the steps of this job, which counts from its next change of hosts on (event
             `plan.calibrated`). Then the plan that is chosen also depends on how fast this machine is. Not for
             pipelines, whose axes are chosen once.
-        axis_sizes: sizes that are given, such as {"tensor": 2}.
+        axis_sizes: sizes that are given, such as {"tensor": 2}; the search chooses all others.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the
             background. Reductions over one and two hosts fewer are always compiled ahead.
         axes_by_host: whether hosts with unequal numbers of devices may have replicas with other axes. Then the update
-            has the same bits for all axes: its sums are exact, which takes longer to compile and to run, and memory,
-            on all hosts and in every step. An optimizer of which that cannot be had, such as Muon, keeps the axes
+            has the same bits for all axes: its sums are exact, which takes longer to compile and to run, and memory, on
+            all hosts and in every step. An optimizer of which equal bits cannot be had, such as Muon, keeps the axes
             equal. None: yes where hosts of the topology have unequal numbers of devices, on CPU; on other platforms
             equal bits were not tested.
 
@@ -75,9 +75,9 @@ def allows_axes_by_host(planner: Planner, topology: Topology, platform: str) -> 
     It depends on nothing but the configuration and the platform, so all hosts run the same update in every generation.
 
     Args:
-        planner: the options.
-        topology: its topology, of all hosts that may take part.
-        platform: of the devices, such as "cpu".
+        planner: options of the planner.
+        topology: topology of all hosts that may take part.
+        platform: platform of the devices, such as "cpu".
     """
     if planner.axes_by_host is not None:
         return planner.axes_by_host

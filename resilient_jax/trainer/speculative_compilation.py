@@ -71,10 +71,8 @@ class SpeculativeCompiler:
         Not sooner: until then training waits for the programs of this generation itself.
 
         Args:
-            world: of this generation.
-            current: the arrangement of this generation.
-            number: of the step in this generation, from 0. The second one waits for no programs.
-            seconds: that it took.
+            number: number of the step in this generation, from 0. The second step waits for no programs.
+            seconds: duration of the step.
         """
         if number == 0:
             self._first_s, self._is_measuring = seconds, False
@@ -170,8 +168,8 @@ class SpeculativeCompiler:
         axes give back. Where they give back much nothing is compiled, and the host is ready sooner.
 
         Args:
-            world: of the rehearsal.
-            best: the arrangement for all hosts that is rehearsed.
+            world: world of the rehearsal.
+            best: arrangement for all hosts that is rehearsed.
         """
         axes = world.step_services.plan_axes
         if not axes:
@@ -195,8 +193,8 @@ class SpeculativeCompiler:
         """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after changes.
 
         Args:
-            world: of this generation.
-            current: the arrangement of this generation, which is compiled already.
+            world: world of this generation.
+            current: the arrangement of this generation, whose programs are compiled already.
         """
         # Of this generation only: programs that were compiled for another one are gone.
         known: set[Key] = {_make_key(current)}

@@ -45,7 +45,7 @@ def find_stage_axes(options: Pipeline, num_devices: int, host: HostName) -> dict
     """Return the sizes of `STAGE_AXES` on a host: as given; what is left is that of fsdp, unless it is given.
 
     Raises:
-        CallerError: they do not multiply to the host's devices.
+        CallerError: the sizes do not multiply to the host's devices.
     """
     sizes = {axis: options.axis_sizes.get(axis, 1) for axis in STAGE_AXES}
     others = math.prod(size for axis, size in sizes.items() if axis != Axis.FSDP)
@@ -64,9 +64,9 @@ class StageAxes:
     """The axes of the devices of a host.
 
     Attributes:
-        sizes: of `STAGE_AXES`; they multiply to the devices that are used.
+        sizes: sizes by axis of `STAGE_AXES`, which multiply to the devices that are used.
         may_replicate: whether weights are replicated along an axis that shards none, as on a host that has too few
-            devices for the axes of the job; else that is an error.
+            devices for the axes of the job; False: such an axis is an error.
     """
 
     sizes: Mapping[str, int]
@@ -79,14 +79,12 @@ def fit_stage_axes(
     """Return the axes of a host: those of the job, or, if it has too few devices for them, such as it can have.
 
     Args:
-        options: of the job.
-        num_devices: of the host.
-        host: its name.
-        num_examples: what shares of examples have to divide.
-        can_reduce: whether other hosts have more devices, or this one had when the job began.
+        num_devices: devices of the host.
+        num_examples: examples of a microbatch, which the shares of a host's devices have to divide.
+        can_reduce: whether other hosts have more devices, or this host had when the job began.
 
     Raises:
-        CallerError: the job's axes do not multiply to the host's devices, and it cannot have others.
+        CallerError: the job's axes do not multiply to the host's devices, and the host cannot have others.
     """
     try:
         sizes = find_stage_axes(options, num_devices, host)
@@ -111,9 +109,8 @@ def reduce_stage_axes(given: Mapping[str, int], num_devices: int, num_examples: 
     ({'data': 1, 'fsdp': 2, 'expert': 1, 'tensor': 1}, {'data': 1, 'fsdp': 3, 'expert': 1, 'tensor': 1})
 
     Args:
-        given: the sizes of the job.
-        num_devices: of the host.
-        num_examples: what the shares of examples have to divide.
+        given: sizes of the job's axes.
+        num_examples: examples of a microbatch, which the shares of a host's devices have to divide.
     """
     full = {axis: given.get(axis, 1) for axis in STAGE_AXES}
     is_replicated = full[STAGE_DATA_AXIS] > 1 and given.get(Axis.FSDP.value) == 1
@@ -134,9 +131,9 @@ class FewerDevices:
     """What the hosts of a pipeline do without some of their devices.
 
     Attributes:
-        axes: of the devices of a host that has all, as `make_replica_axes` gives them.
-        num_examples: what shares of examples have to divide.
-        why_equal: why all hosts must have as many devices, in words; "": they may differ.
+        axes: axes of a host that has all devices, as `make_replica_axes` gives them.
+        num_examples: examples of a microbatch, which the shares of a host's devices have to divide.
+        why_equal: why all hosts must have as many devices, in words; "": hosts may differ.
     """
 
     axes: Mapping[str, int]
@@ -148,7 +145,7 @@ class FewerDevices:
 
         Args:
             after_loss: what a host does with the devices that are left.
-            found: about the host.
+            found: finding about the host.
         """
         if self.why_equal:
             return f"all hosts of this pipeline have as many devices: {self.why_equal}"
@@ -166,8 +163,7 @@ def explain_equal_axes(options: Pipeline, why_mesh_bound: str) -> str:
     """Return why all hosts must have as many devices, and what to change, in words; "": they may differ.
 
     Args:
-        options: of the job.
-        why_mesh_bound: see `TrainStep`.
+        why_mesh_bound: as in `TrainStep`.
     """
     by_host = options.axes_by_host
     if not (jax.default_backend() == TESTED_PLATFORM if by_host is None else by_host):
@@ -200,11 +196,9 @@ def find_stage_sharding(
     """Return the sharding of a stage, without devices.
 
     Args:
-        config: of the job.
-        cut: the model.
-        example: the shapes of a microbatch.
-        mesh: of `STAGE_AXES`.
-        may_replicate: see `StageAxes`.
+        example: shapes of a microbatch.
+        mesh: mesh of `STAGE_AXES`.
+        may_replicate: as in `StageAxes`.
 
     Raises:
         CallerError: no weight has a dim for an axis above 1; a logical name is unknown.

@@ -73,20 +73,22 @@ class StageWatch:
     """The tasks of one generation.
 
     Args:
-        placement: of the generation; gets other quotas.
-        worker: of this host; gets other times of tasks.
-        data: has the lengths of documents.
-        schedule: of the job.
-        balance_by_speed: whether steps are divided by what tasks take; not while a stage is kept for an absent host.
-        block_bytes: of each block the bytes of its state.
-        bytes_per_s: at which a host gets blocks, as far as it is known.
+        placement: placement of the generation, whose quotas the watch changes.
+        worker: worker of this host, whose times of tasks the watch changes.
+        data: source of the lengths of documents.
+        schedule: schedule of the job.
+        balance_by_speed: whether steps are divided by what tasks take; steps are not while a stage is kept for an
+            absent host.
+        block_bytes: bytes of the state of each block.
+        bytes_per_s: speed at which a host gets blocks, as far as known.
         fewer_devices: what hosts do without some of their devices.
 
     Attributes:
-        losses: what the loss of each host, or of two, would make of the pipeline; of the first three hosts, from the
+        losses: what the loss of each host, or of two, would make of the pipeline; for the first three hosts, from the
             second step on.
-        outlook: the same of any hosts, by their number; of the first nine, of which one is left if any eight are lost.
-        order: the hosts of the replicas in their order; of the same nine, whatever the number of tasks.
+        outlook: what the loss of any hosts would make of the pipeline, by their number; for the first nine hosts, of
+            which one is left if any eight are lost.
+        order: hosts of the replicas in their order, for the same nine hosts, whatever the number of tasks.
     """
 
     def __init__(

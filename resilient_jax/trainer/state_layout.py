@@ -66,7 +66,7 @@ class StateLayout(abc.ABC):
 
     Attributes:
         arrangement: which replicas compute steps, and how parameters and sums are placed on this host's devices.
-        placement: of the state's leaves between steps.
+        placement: placement of the state's leaves between steps.
     """
 
     def __init__(self, world: World, placement: ShardingRule, arrangement: Arrangement) -> None:
@@ -97,8 +97,9 @@ class StateLayout(abc.ABC):
         """Return the state to continue from: the committed one, else what `load` finds on storage, else `init()`.
 
         Args:
-            init: as for `World.restore_or_init`.
-            load: returns the state with this placement, or None; not called if a state is committed.
+            init: as in `World.restore_or_init`.
+            load: returns the state with this placement, or None if storage has none; not called if a state is
+                committed.
         """
         if self.world.is_fresh and (found := load(self.placement)) is not None:
             return found
@@ -132,8 +133,8 @@ class StateLayout(abc.ABC):
         """Return the variables of the whole model, as `gather` does.
 
         Args:
-            state: of the training.
-            use_ema: with the average of the parameters in their place.
+            state: state of the training.
+            use_ema: True: the average of the parameters in place of the parameters.
         """
         variables = state.variables
         if use_ema:
@@ -185,9 +186,8 @@ class StateLayout(abc.ABC):
         """Yield the jobs that compile what this layout would call in likely next worlds, the likeliest first.
 
         Args:
-            programs: of the steps.
-            known: the shapes of the meshes that programs were compiled for; what is compiled is added.
-            gathers_state: `gather` is called for the complete state, too, and not for its variables alone.
+            known: shapes of the meshes that programs were compiled for; the jobs add theirs.
+            gathers_state: True: `gather` is called for the complete state, too; False: for variables alone.
         """
 
 

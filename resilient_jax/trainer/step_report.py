@@ -24,7 +24,7 @@ class StepReport:
         step: how many steps are committed.
         metrics: "loss", "grad_norm" and the metrics of the loss; of an evaluation only those with the prefix `eval_`.
             Means over the microbatches, the same bits on every host.
-        duration_s: seconds that it took on this host.
+        duration_s: seconds of the step or evaluation on this host.
         host_index: host 0 prints and saves.
         generation: the number of the membership.
         is_evaluation: whether this is an evaluation, rather than a step.
@@ -60,7 +60,7 @@ def wants_to_stop(callback: Callback, report: StepReport) -> bool:
     """Call a callback; return whether it stops training.
 
     Raises:
-        CallerError: it returns something else than a truth value or None.
+        CallerError: the callback returns something else than a truth value or None.
     """
     answer = callback(report)
     if answer is None or isinstance(answer, bool | np.bool_):

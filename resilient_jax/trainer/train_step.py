@@ -74,12 +74,13 @@ class Recipe:
     """The parts of a step, without arrays.
 
     Attributes:
-        num_microbatches: B, in a step.
-        seed: of the initial variables, and of every microbatch's key.
+        num_microbatches: B, microbatches of a step.
+        seed: seed of the initial variables, and of every microbatch's key.
         early_stopping: the initial state of early stopping; () without.
-        variable_rules: what becomes of variables that the loss changes, by collection or type; see `check_rules`.
-        axis_names: of the mesh of a replica.
-        is_mesh_free: whether norms of sums that are sharded have the same bits on every mesh, if they can.
+        variable_rules: rule for variables that the loss changes, by collection or type; see `check_rules`.
+        axis_names: axis names of a replica's mesh.
+        is_mesh_free: whether norms of sums that are sharded have the same bits on every mesh, if the norms can have
+            them.
     """
 
     model: ModelAdapter
@@ -99,8 +100,8 @@ class RaveledLeaves:
     """Which leaves of a sharded state, and of the sums that update it, are raveled; in the order of their trees.
 
     Attributes:
-        state: of a `TrainingState`.
-        sums: of `((gradients, collections), summary)`.
+        state: whether each leaf of a `TrainingState` is raveled.
+        sums: whether each leaf of `((gradients, collections), summary)` is raveled.
     """
 
     state: tuple[bool, ...]
@@ -114,25 +115,25 @@ class TrainStep:
         init: `init() -> TrainingState` before step 0, the same on every host; `init(given)` with variables of the
             user's, see `match_variables`.
         compute: `compute(variables, batch, microbatch_id, placement=) -> MicrobatchSums` of one microbatch, where
-            `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the result.
+            `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, is that of the
+            result.
         summarize: `summarize(sums) -> (StepSummary, metrics)`.
         update: `update(state, (gradients, collections), summary, placement=) -> TrainingState`; takes sums, which it
             divides; `placement`, without devices, is that of the state, of which leaves may be raveled.
-        reducer: of the variables that the loss changes.
+        reducer: reducer of the variables that the loss changes.
         example: the abstract arrays of a microbatch.
         abstract_state: the shapes of a state.
         abstract_sums: the shapes of the sums.
         abstract_summary: the shapes of the summary.
         update_description: what `update` computes, for a comparison of hosts.
         why_mesh_bound: why the update may have other bits on another mesh: the operation and the leaves that it is
-            computed from, in words; "": it has the same bits on every mesh.
+            computed from, in words; "": the update has the same bits on every mesh.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:
         """Trace all programs once, without a device, so that a wrong recipe is refused before the first step.
 
         Args:
-            recipe: what to compile.
             example: the abstract arrays of a microbatch.
 
         Raises:
@@ -340,7 +341,7 @@ def check_optimizer(optimizer: object) -> optax.GradientTransformation:
     """Return the user's optimizer.
 
     Raises:
-        CallerError: it is not an Optax transformation.
+        CallerError: `optimizer` is not an Optax transformation.
     """
     is_pair = callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     if is_pair and not isinstance(optimizer, type):

@@ -101,7 +101,8 @@ class Trainer:
         early_stopping: ends training when the evaluation does not improve.
         checkpoints: when to save the state on storage, from where another job resumes; None: never.
         callbacks: called on every host after each step; see `StepReport` and `Callback`.
-        log_directory: each host appends JSON lines to `<host>.jsonl` in it. It is created where it is missing.
+        log_directory: each host appends JSON lines to `<host>.jsonl` in this directory, which is created where it is
+            missing; None: no log.
 
     Raises:
         CallerError: an argument is wrong.
@@ -234,8 +235,8 @@ class Trainer:
             ...     state, metrics = program(state, batch)
 
         Args:
-            plan: of `rj.search_plan`, with any number of stages.
-            devices: all devices of the topology, host by host in its order; the plan leaves out its spares.
+            plan: plan from `rj.search_plan`, with any number of stages.
+            devices: all devices of the topology, host by host in the topology's order; the plan leaves out its spares.
             donate_state: whether a step takes the memory of the state that it is given, as `jax.jit(donate_argnums=0)`
                 does. False: a state can be used again after a step, and a device has two of its own part while it is
                 updated.

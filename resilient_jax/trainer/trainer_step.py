@@ -50,8 +50,8 @@ class TrainerStep:
         The state that is given is donated, as `jax.jit(step, donate_argnums=0)` does: use the one that is returned.
 
         Args:
-            state: of `restore_or_init`, or of the step before.
-            step: of `world.steps`.
+            state: state from `restore_or_init`, or from the step before.
+            step: step from `world.steps`.
 
         Raises:
             CallerError: the state was given to a step before, or is that after another number of steps.
@@ -80,7 +80,7 @@ class TrainerStep:
         """Return the metrics of the trainer's evaluation.
 
         Raises:
-            CallerError: the trainer has none, or the state was given to a step.
+            CallerError: the trainer has no evaluation, or the state was given to a step.
         """
         _require_arrays(state)
         return self._loop.evaluate(self._require_generation(), state)
@@ -119,7 +119,7 @@ def check_own_loop(config: FitConfig) -> None:
     """Refuse options of a trainer that a loop of the user's does not follow.
 
     Raises:
-        CallerError: names the first of them.
+        CallerError: the trainer has such an option; the message names the first.
     """
     for name in OF_FIT:
         if getattr(config, name):

@@ -36,9 +36,7 @@ class TrainingState(NamedTuple):
 
     Attributes:
         step: int32[]: how many steps are committed.
-        variables: of the model.
-        opt_state: of the Optax optimizer.
-        early_stopping: its state; () without.
+        early_stopping: state of early stopping; () without.
     """
 
     step: jax.Array | np.ndarray
@@ -51,10 +49,10 @@ class MicrobatchSums(NamedTuple):
     """Sums over microbatches, in float32 at least, but for integers. B is the number of microbatches in a step.
 
     Attributes:
-        gradients: in the shapes of the parameters.
-        collections: what the microbatches contribute to the variables that they change; see `VariableReducer`.
-        loss: [], or a `WeightedMean` of two.
-        metrics: the same, each.
+        gradients: gradients in the shapes of the parameters.
+        collections: what the microbatches contribute to the variables that the loss changes; see `VariableReducer`.
+        loss: [], or a `WeightedMean` of two such arrays.
+        metrics: [] for each metric, or a `WeightedMean` of two such arrays.
         non_finite: [B]: 1 at each microbatch that has a non-finite element, so that no further communication is
             needed.
     """
@@ -70,11 +68,11 @@ class StepSummary(NamedTuple):
     """The reductions over all leaves that the update needs. The update itself is element-wise, so it can run on shards.
 
     Attributes:
-        num_microbatches: float32[]: in the mean: B without those that are skipped.
+        num_microbatches: float32[]: microbatches in the mean: B without those that are skipped.
         divisor: float32[]: what the sums of gradients are divided by: `num_microbatches`, or of a loss that is a
-            `WeightedMean` what `find_divisor` makes of its weight.
-        grad_norm: float32[]: of the mean gradient, before it is clipped.
-        mean_loss: float32[]: of the step.
+            `WeightedMean` what `find_divisor` makes of the loss's weight.
+        grad_norm: float32[]: norm of the mean gradient, before it is clipped.
+        mean_loss: float32[]: mean loss of the step.
     """
 
     num_microbatches: Any
@@ -95,7 +93,7 @@ def check_same_types(before: Tree, after: Tree, what: str) -> None:
     """Check that a state keeps its types in a step; else it would be recompiled, and could not be handed over.
 
     Raises:
-        CallerError: names the first leaf that changes.
+        CallerError: a leaf changes; the message names the first.
     """
     old, new = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
     if jax.tree.structure(before) != jax.tree.structure(after):

@@ -53,18 +53,18 @@ class UnitPlacement:
     """The replicas of one generation, and the state as it is on their hosts.
 
     Attributes:
-        world: of the generation.
-        stage_hosts: the hosts in the order in which they make replicas; the same on every host.
+        stage_hosts: the hosts in the order in which hosts make replicas; the same on every host.
         teams: the replicas, with hosts whose stages are kept for them.
-        absent: those hosts. Their replicas compute nothing; the others in them keep their blocks up to date.
-        quotas: how many microbatches each replica computes in a step that begins in this generation.
-        routes: of such a step.
-        holders: the hosts that are there, and have each block.
-        unit_holders: the hosts that are there, and have each unit.
+        absent: hosts whose stages are kept. Their replicas compute nothing; other hosts of these replicas keep their
+            blocks up to date.
+        quotas: microbatches of each replica in a step that begins in this generation.
+        routes: routes of the microbatches of such a step.
+        holders: hosts that are there and have each block.
+        unit_holders: hosts that are there and have each unit.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica, as the job was started with.
-        device_speeds: of hosts that use fewer devices than others, as parts of the speed of these.
-        sharding: over the devices of this host.
+        device_speeds: speeds of hosts that use fewer devices than others, as parts of the speed of the others.
+        sharding: sharding over the devices of this host.
     """
 
     def __init__(
@@ -80,13 +80,11 @@ class UnitPlacement:
         """Divide the model among the hosts.
 
         Args:
-            world: of the generation.
-            states: of the units.
-            sharding: over the devices of this host, without devices; other hosts may have other axes.
+            sharding: sharding over the devices of this host, without devices; other hosts may have other axes.
             block_costs: relative times of the blocks.
             num_stages: hosts of a replica.
-            num_microbatches: of a step.
-            shape: has the axes of each host's devices.
+            num_microbatches: microbatches of a step.
+            shape: shape with the axes of each host's devices.
         """
         self.world, self.block_costs, self.num_stages = world, tuple(block_costs), num_stages
         self._devices = list_used_devices(world, shape)
@@ -210,8 +208,8 @@ class UnitPlacement:
         """Return the weights of each block that this host has, by name, as arrays on its device.
 
         Args:
-            state: of the training.
-            use_ema: with the average of the parameters in their place.
+            state: state of the training.
+            use_ema: True: the average of the parameters in place of the parameters.
         """
         found: dict[int, dict[str, Any]] = {
             block: {} for block, hosts in enumerate(self.holders) if self.world.host in hosts
@@ -252,7 +250,7 @@ class UnitPlacement:
         """Return what this host writes of a checkpoint of the whole model: the holders of a unit take turns.
 
         Args:
-            state: of the training.
+            state: state of the training.
             abstract: the shapes of the whole model's state.
         """
         held = self.read_held(state)

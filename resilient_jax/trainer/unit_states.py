@@ -33,7 +33,7 @@ class PipelinedState(NamedTuple):
     Attributes:
         step: int32[]: how many steps are committed; on every host.
         units: all units of the model, by number; the arrays of a unit are on the hosts that hold it.
-        early_stopping: its state, on every host; () without.
+        early_stopping: state of early stopping, on every host; () without.
     """
 
     step: jax.Array
@@ -45,8 +45,7 @@ class UnitStates:
     """Converts between the state of a model and those of its units. Pure.
 
     Attributes:
-        units: of the model.
-        abstract: the shapes of the state of each unit.
+        abstract: shapes of the state of each unit.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class UnitStates:
         """Yield what a unit has of the state of the whole model, without what every unit has; the inverse of `split`.
 
         Yields:
-            The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, of as many as the box has.
+            The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, as many as the box has.
         """
         unit = self.units[number]
         names, leaves = zip(*_list_paths(self._variables), strict=True)

@@ -51,8 +51,8 @@ class ChangedLeaf(NamedTuple):
     """A leaf of the variables that the loss function changes.
 
     Attributes:
-        position: among the leaves of the collections.
-        rule: its own; never DISCARD.
+        position: index among the leaves of the collections.
+        rule: rule of the leaf; never DISCARD.
     """
 
     position: int
@@ -63,7 +63,7 @@ def check_rules(rules: object) -> dict[str, Rule]:
     """Return the user's rules by name, with the default ones.
 
     Raises:
-        CallerError: they are no dict of names or types to rules.
+        CallerError: `rules` is no dict of names or types to rules.
     """
     if not isinstance(rules, Mapping):
         raise CallerError(
@@ -93,11 +93,11 @@ class VariableReducer:
         """Find the changed variables.
 
         Args:
-            rules: of `check_rules`.
+            rules: rules as `check_rules` returns them.
             before: shapes of the variables.
             after: shapes of the variables after the loss function.
-            jaxpr: of a function of the variables, and of other arguments after them, that returns the variables after
-                the loss function, and other results after them.
+            jaxpr: program of a function of the variables, and of other arguments after them, that returns the variables
+                after the loss function, and other results after these.
 
         Raises:
             CallerError: a variable is changed that has no rule, or an unsuitable one; a rule is for no variable.

@@ -18,7 +18,7 @@ class VariableTree:
     """Joins the variables of a model to a tree, and splits such a tree.
 
     Attributes:
-        num_params: how many leaves are trained: the first ones.
+        num_params: number of leaves that are trained: the first ones.
     """
 
     def __init__(self, abstract: Variables) -> None:

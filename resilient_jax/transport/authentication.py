@@ -60,8 +60,8 @@ class Authenticator:
         """Return the request in `data`, an instance of `method.request`, and the signature of its answer.
 
         Raises:
-            Unauthenticated: nothing proves that its sender has the token.
-            StaleSession: it is of a session that this server does not know any more.
+            Unauthenticated: nothing proves that the sender has the token.
+            StaleSession: the request is of a session that this server does not know any more.
             MessageError: the request does not decode.
         """
         answer = self._admit(data, metadata or (), peer, path)
@@ -83,7 +83,7 @@ class Authenticator:
         """Check that a peer that has the token has signed the text.
 
         Raises:
-            Unauthenticated: it has another token.
+            Unauthenticated: the peer has another token.
         """
         if not self.is_signature(text, proof):
             reason = "the proof of it is wrong"
@@ -100,8 +100,8 @@ class Authenticator:
         """Return the proof for a client that has proved that it has the token.
 
         Raises:
-            Unauthenticated: it has another token.
-            StaleSession: our nonce has changed meanwhile.
+            Unauthenticated: the client has another token.
+            StaleSession: the server's nonce has changed meanwhile.
         """
         text = introduction.signed_text(b"hello")
         self.check_signature(text, introduction.proof, peer, path)

@@ -33,9 +33,8 @@ class BulkChannel:
         """Create the channel without connecting.
 
         Args:
-            address: the bulk server, "host:port".
-            ticket: the ticket of that server.
-            credentials: the credentials of the job.
+            address: "host:port" of the bulk server.
+            ticket: ticket of that server, which the server gives to authenticated clients.
 
         Raises:
             ConfigError: a TLS file cannot be read.

@@ -34,9 +34,8 @@ class BulkHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Announces the bytes that follow.
 
     Attributes:
-        length: the number of bytes.
-        checksum: the algorithm of `digest`; None where the client verifies the bytes by other means.
-        digest: the digest of the bytes, which detects damage in transit.
+        checksum: algorithm of `digest`; None where the client verifies the bytes by other means.
+        digest: digest of the bytes, which detects damage in transit.
     """
 
     length: int

@@ -42,7 +42,7 @@ class BulkResponse(NamedTuple):
     """The answer of a handler.
 
     Attributes:
-        data: the requested bytes. If they change while they are sent, the client finds that the digest differs.
+        data: requested bytes. If the bytes change while they are sent, the client finds that the digest differs.
         has_digest: whether the client wants a digest.
     """
 
@@ -54,7 +54,7 @@ class BulkServer(Generic[RequestT]):
     """Answers each connection on a thread of its own, and sends memory without a copy.
 
     Attributes:
-        port: the port, once started.
+        port: port that the server listens on, once started.
         ticket: admits clients; give it only to authenticated ones.
     """
 
@@ -70,11 +70,10 @@ class BulkServer(Generic[RequestT]):
         """Create the server without listener.
 
         Args:
-            host: an address of this machine.
-            credentials: the credentials of the job; the ticket takes the place of their token.
-            request_type: the type of the clients' requests.
-            handler: answers a request, or raises; called from many threads.
-            checksum: the algorithm of the digests.
+            host: address of this machine.
+            credentials: credentials whose token the ticket replaces.
+            handler: function that answers a request, or raises; called from many threads.
+            checksum: algorithm of the digests.
             transform_sent: applied to the bytes after their digest was computed, to inject damage.
         """
         self.port = 0

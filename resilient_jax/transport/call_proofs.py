@@ -57,10 +57,10 @@ class Introduction(msgspec.Struct, frozen=True):
     """A client's nonce, and its proof.
 
     Attributes:
-        client: its nonce.
-        server: the server's nonce.
-        address: that the client has called.
-        proof: a signature of all this by the token.
+        client: nonce of the client.
+        server: nonce of the server.
+        address: address that the client has called.
+        proof: signature of the nonces and the address by the token.
     """
 
     client: bytes
@@ -177,7 +177,7 @@ class ServerSessions:
         """Return the signature of the answer to a call, or None: its metadata proves nothing, or was used before.
 
         Raises:
-            StaleSession: it is of a session with a nonce of before.
+            StaleSession: the call is of a session with an earlier nonce.
         """
         if len(call) != _CALL.size:
             return None

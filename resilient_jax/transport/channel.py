@@ -52,7 +52,6 @@ class Channel:
 
         Args:
             address: host:port of the server.
-            credentials: of the job.
             keepalive: when a silent server counts as gone.
 
         Raises:
@@ -71,7 +70,7 @@ class Channel:
 
         Raises:
             PeerUnreachable: no answer within `timeout_s`; at once, with `is_refused`, if no process listens.
-            Unauthenticated: the peer does not accept our token, or has not proved that it has it.
+            Unauthenticated: the peer does not accept this process's token, or has not proved that it has the token.
             MessageError: the request or the response does not decode.
             ResilientJaxError: the error that the peer's handler raised.
         """
@@ -131,7 +130,7 @@ class Channel:
         """Open a stream of bytes, which ends with the context.
 
         Raises:
-            The same as `call`, while it is opened. Afterwards its reader and its writer see its end.
+            The same as `call`, while the stream is opened. Afterwards the stream's reader and writer see its end.
         """
         path, data = format_method_path(service, method), encode(request)
 

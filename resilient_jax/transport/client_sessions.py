@@ -40,9 +40,9 @@ class ClientSessions:
 
         Raises:
             Unauthenticated: the server does not prove that it has the token.
-            MessageError: what it answers is nothing of ours.
-            TimeoutError: it did not answer in time.
-            grpc.aio.AioRpcError: it refuses, or cannot be reached.
+            MessageError: the answer is not of this protocol.
+            TimeoutError: the server did not answer in time.
+            grpc.aio.AioRpcError: the server refuses, or cannot be reached.
         """
         if self._session is not None:
             return self._session

@@ -26,9 +26,9 @@ class TlsFiles:
 
     Attributes:
         certificate: this process's certificate chain.
-        key: the private key of that certificate.
-        authority: the certificate of the authority that signed those of all processes.
-        server_name: the name in the servers' certificates, where it is not the host of their address.
+        key: private key of that certificate.
+        authority: the certificate of the authority that signed the certificates of all processes.
+        server_name: name in the servers' certificates; None: the host of their address.
     """
 
     certificate: Path
@@ -47,10 +47,11 @@ class Credentials:
     """What a process presents to its peers and requires of them.
 
     Attributes:
-        token: the job's shared secret, not empty. It is not sent: processes prove to each other that they have it. Who
-            reads a proof can try tokens one by one, so it must not be one that can be guessed. Without TLS it gives no
-            protection against an attacker who can read the network, or change what is sent.
-        tls: None for plain TCP.
+        token: the job's shared secret, not empty. The token is not sent: processes prove to each other that they have
+            the token. Who reads a proof can try tokens one by one, so the token must not be one that can be guessed.
+            Without TLS a token gives no protection against an attacker who can read the network, or change what is
+            sent.
+        tls: files for TLS; None for plain TCP.
     """
 
     token: str = dataclasses.field(repr=False)
@@ -84,7 +85,7 @@ def certificate_configuration(tls: TlsFiles) -> grpc.ServerCertificateConfigurat
     """Return what gRPC's servers take for a new connection.
 
     Raises:
-        ConfigError: a file is missing or unreadable; the message names it.
+        ConfigError: a file is missing or unreadable; the message names the file.
     """
     return grpc.ssl_server_certificate_configuration(
         [(_read_pem(tls.key, "key"), _read_pem(tls.certificate, "certificate"))],
@@ -96,7 +97,7 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     """Return gRPC's credentials for a client.
 
     Raises:
-        ConfigError: a file is missing or unreadable; the message names it.
+        ConfigError: a file is missing or unreadable; the message names the file.
     """
     return grpc.ssl_channel_credentials(
         root_certificates=_read_pem(tls.authority, "authority"),
@@ -109,7 +110,7 @@ def check_pem_files(tls: TlsFiles) -> None:
     """Check that every file can be read.
 
     Raises:
-        ConfigError: a file is missing or unreadable; the message names it.
+        ConfigError: a file is missing or unreadable; the message names the file.
     """
     for path, role in ((tls.key, "key"), (tls.certificate, "certificate"), (tls.authority, "authority")):
         _read_pem(path, role)

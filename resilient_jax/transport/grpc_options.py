@@ -24,8 +24,8 @@ class Keepalive:
     """When a silent peer counts as gone.
 
     Attributes:
-        interval_ms: after a ping, or the last byte, the next ping is sent.
-        timeout_ms: the limit for its answer.
+        interval_ms: time after a ping, or the last byte, until the next ping.
+        timeout_ms: limit for the answer to a ping.
     """
 
     interval_ms: int

@@ -43,10 +43,10 @@ class _Visit:
     """A connection.
 
     Attributes:
-        connection: as it is read; TLS puts another in the place of the one that was accepted.
-        address: of the other end, without its port.
-        is_known: it has proved that it is of the job.
-        is_inside: it has one of the places of those.
+        connection: socket that is read; TLS puts another in the place of the accepted one.
+        address: address of the other end, without a port.
+        is_known: whether the peer has proved that it is of the job.
+        is_inside: whether the connection has one of the places of peers of the job.
     """
 
     connection: socket.socket
@@ -59,17 +59,17 @@ class IncomingConnections:
     """Accepts connections from when it is made until it is closed.
 
     Attributes:
-        port: on which it listens.
+        port: port on which the owner listens.
     """
 
     def __init__(self, host: str, credentials: Credentials, serve: Serve, name: str) -> None:
         """Bind a free port and listen.
 
         Args:
-            host: an address of this machine.
-            credentials: of the job; with certificates, connections are encrypted.
-            serve: serves a connection.
-            name: of the thread that accepts, and for messages.
+            host: address of this machine.
+            credentials: credentials of the job; with certificates, connections are encrypted.
+            serve: function that serves a connection.
+            name: name of the thread that accepts, also in messages.
 
         Raises:
             ConfigError: a TLS file cannot be read.

@@ -96,14 +96,15 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Names one value, which has the same bits whichever host sends it.
 
     Attributes:
-        generation: of the routes in which the value is sent; the only part that a second copy does not share.
-        step: of the state from which the value was computed; of readiness, the number of the replicas' shape; of
+        generation: generation of the routes in which the value is sent; the only part that a second copy does not
+            share.
+        step: step of the state from which the value was computed; of readiness, the number of the replicas' shape; of
             copies, the number of their request, above all steps.
         kind: what the value is.
-        microbatch: its index in the step, or in the evaluation; of a part of a sum, the first of those that are in it;
-            of rows, numbers, progress, results and digests, the number of the host that says it; of state, the number
-            of the exchange in the generation; of readiness, that of the program; of copies, the step of their state, or
-            of their sums.
+        microbatch: index of the microbatch in the step, or in the evaluation; of a part of a sum, the first of those
+            that are in it; of rows, numbers, progress, results and digests, the number of the host that says it; of
+            state, the number of the exchange in the generation; of readiness, that of the program; of copies, the step
+            of their state, or of their sums.
         block: the block that the value enters; of sums, the number of what is summed; of a host's numbers,
             that of the exchange in the generation; of state, the number of the unit; of readiness, the number of the
             host that says it.
@@ -127,10 +128,9 @@ class Mail:
     """A value with its key.
 
     Attributes:
-        key: names it.
-        data: its bytes, contiguous; they must not change until they are sent.
-        dtype: the name of its numbers' type, for the receiver; this package does not interpret it.
-        shape: its shape, likewise.
+        data: contiguous bytes, which must not change until they are sent.
+        dtype: name of the numbers' type, for the receiver; this package does not interpret the name.
+        shape: shape of the value, for the receiver; this package does not interpret the shape.
     """
 
     key: MailKey
@@ -158,10 +158,10 @@ class MailHello(msgspec.Struct, frozen=True):
     """Says which host wants to send to which, with the proof that it belongs to the job.
 
     Attributes:
-        sender: its name.
-        address: of its own mailbox, which another process of this host does not have.
-        receiver: the name of the host that it expects.
-        proof: a signature of all this and both nonces.
+        sender: host that wants to send.
+        address: address of the sender's mailbox, which another process of that host does not have.
+        receiver: host that the sender expects.
+        proof: signature of these fields and both nonces.
     """
 
     sender: HostName
@@ -211,7 +211,7 @@ def introduce(connection: socket.socket, gate: Authenticator, hello: MailHello, 
     """Have a receiver admit this host's mail; `hello` is not signed yet.
 
     Raises:
-        Unauthenticated: one of both has another token.
+        Unauthenticated: one side has another token.
         PeerUnreachable: another host's mailbox is at this address.
         MessageError, OSError, EOFError: the other side is no mailbox, or has gone.
     """
@@ -237,15 +237,14 @@ def admit(
     """Return what the sender at the other end says, if it belongs to the job, and the answer that it waits for.
 
     Args:
-        connection: just accepted.
-        gate: has the job's token, and reports who does not.
-        receiver: this host.
-        peer: the address of the other end, as gRPC writes it.
-        deadline_s: of the monotonic clock.
+        connection: a connection just accepted.
+        gate: authenticator with the job's token, which reports who does not have the token.
+        peer: address of the other end, as gRPC writes it.
+        deadline_s: monotonic time of the limit.
 
     Raises:
-        Unauthenticated: its proof is wrong.
-        MessageError, OSError, EOFError: it does not keep to the protocol, or has gone.
+        Unauthenticated: the sender's proof is wrong.
+        MessageError, OSError, EOFError: the sender does not keep to the protocol, or has gone.
     """
     theirs, own = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     receive_into(connection, memoryview(theirs), deadline_s)

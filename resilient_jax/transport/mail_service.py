@@ -33,9 +33,9 @@ class MailService:
     """Sends and receives keyed values; safe to share between threads.
 
     Attributes:
-        box: what has arrived.
-        received: how much has arrived, and how long that was under way.
-        address: of this host's mailbox, for its peers.
+        box: mail that has arrived.
+        received: bytes that have arrived, and the time that mail was under way.
+        address: address of this host's mailbox, for its peers.
     """
 
     def __init__(
@@ -49,11 +49,10 @@ class MailService:
         """Listen on a free port.
 
         Args:
-            own_name: of this host; peers that expect another one here are refused.
-            host: an address of this machine that peers reach.
-            credentials: of the job.
-            on_peer_lost: told of each peer whose connection ended, or to which none can be made.
-            on_event: told of connections that are refused for their token.
+            own_name: name of this host; peers that expect another one here are refused.
+            host: address of this machine that peers reach.
+            on_peer_lost: called with each peer whose connection ended, or to which no connection can be made.
+            on_event: called with connections that are refused for their token.
 
         Raises:
             ConfigError: a TLS file cannot be read.
@@ -116,9 +115,8 @@ class MailService:
         """Have one more peer to send to in this generation; a process of it that was there before is none any more.
 
         Args:
-            peer: its name.
-            address: of its mailbox.
-            may_be_lost: what is sent to it when it is lost is dropped, and is no error.
+            address: address of the peer's mailbox.
+            may_be_lost: True: what is sent to the peer after its loss is dropped, and is no error.
         """
         with self._lock:
             if may_be_lost:

@@ -85,8 +85,7 @@ class Mailbox:
         """Return the first value of a kind, by key, if there is one here; it is then no longer in the box.
 
         Args:
-            kind: of the value.
-            accept: of which keys it may be; None: of any.
+            accept: whether a value with this key may be taken; None: any may.
         """
         with self._changed:
             found = [key for key in self._mail if key.kind is kind and (accept is None or accept(key))]
@@ -102,10 +101,9 @@ class Mailbox:
         """Wait for a value, and return it; it is then no longer in the box.
 
         Args:
-            key: of the value.
-            sender: which host is to send it.
-            deadline_s: of the monotonic clock.
-            check: called again and again while this waits, and after each `wake`; what it raises ends the wait.
+            sender: host that is to send the value.
+            deadline_s: monotonic time of the limit.
+            check: called again and again while this waits, and after each `wake`; what `check` raises ends the wait.
 
         Raises:
             PeerUnreachable: the deadline has passed, the sender sends no more, or the box was closed.
@@ -138,8 +136,7 @@ class Mailbox:
         """End waits for what a host has not sent, present and later ones of this generation.
 
         Args:
-            sender: the host.
-            error: what the waits raise; None: another process of the host is there, and sends.
+            error: error that the waits raise; None: another process of the host is there, and sends.
         """
         with self._changed:
             if error is None:
@@ -175,7 +172,7 @@ class Mailbox:
         """Check that a value of this key is not too old to be sent.
 
         Raises:
-            StaleGeneration: it is.
+            StaleGeneration: the value is too old.
         """
         with self._changed:
             if self._is_old(key):

@@ -63,7 +63,7 @@ def decode(data: bytes, message_type: type[ResponseT], context: str) -> Response
         context: method and direction, for the error message.
 
     Raises:
-        MessageError: names `context`, the field, and the found and expected types.
+        MessageError: the bytes do not decode; the message names `context`, the field, and the found and expected types.
     """
     return decode_message(_decoder(message_type), data, context)
 

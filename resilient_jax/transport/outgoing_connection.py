@@ -35,7 +35,7 @@ class Connector:
         """Return a new connection, to the first address of the host that accepts it; it is in `sockets`.
 
         Raises:
-            PeerUnreachable: there is none; `is_refused` is set where no process listens.
+            PeerUnreachable: no connection can be made; `is_refused` is set where no process listens.
         """
         host, port = parse_address(self.address)
         failure: OSError | None = None

@@ -20,8 +20,8 @@ class ReceivedMail(msgspec.Struct, frozen=True):
     """What has come.
 
     Attributes:
-        num_bytes: of all mail.
-        seconds: the sum over all mail, each from its first byte to its last.
+        num_bytes: bytes of all mail.
+        seconds: the sum over all mail, each mail from its first byte to its last.
     """
 
     num_bytes: int = 0

@@ -79,8 +79,8 @@ async def is_own_address(called: str, own: str) -> bool:
     there is on the client's own machine (`ssh -L`, `kubectl port-forward`).
 
     Args:
-        called: "host:port", as the client has it.
-        own: where this server listens.
+        called: "host:port", as the client has called.
+        own: address where this server listens, "host:port".
     """
     if called == own:
         return True

@@ -48,11 +48,10 @@ class AgentConnection:
 
     Args:
         descriptor: this worker's end of the socket pair.
-        host: this one.
         interrupt: called by the guard thread while the main thread must unwind.
-        limits: after which the guard thread reports a hang.
-        polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
-            for it.
+        limits: deadlines after which the guard thread reports a hang.
+        polls_checkpoints: whether a `report_checkpoint` follows whenever this worker is idle; decisions about a lost
+            state wait for it.
         on_pause: called by the guard thread with each order to pause.
     """
 
@@ -84,8 +83,8 @@ class AgentConnection:
         """Wait until the job has let this worker in, or is over; from then on a `FormWorld` may arrive.
 
         Args:
-            script: as `describe_script` returns it.
-            endpoint: where this worker serves its state.
+            script: description of the script, as `describe_script` returns it.
+            endpoint: address where this worker serves its state.
         """
         with self._changed:
             send_unless_closed(self._connection, AdmissionRequested(script=script))
@@ -156,7 +155,7 @@ class AgentConnection:
         """Return when `step` may start.
 
         Raises:
-            GenerationEnded: it may not, in this generation.
+            GenerationEnded: the step may not start in this generation.
         """
         with self._changed:
             while True:

@@ -46,10 +46,9 @@ class AuditRecord:
         """Take over what the host knows that has trained last; all hosts then know the same of each other.
 
         Args:
-            generation: the number of this one.
-            hosts: its members.
-            step: how many steps are in the state that it begins with.
-            descriptions: int32[hosts, 2], of all members, see `describe`.
+            generation: number of the generation that begins.
+            step: steps of the state that the generation begins with.
+            descriptions: int32[hosts, 2], the descriptions of all members, see `describe`.
             newest: int32[hosts], `list_steps` of a member that has trained last.
         """
         last = int(descriptions[:, 0].max())

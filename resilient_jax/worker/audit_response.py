@@ -25,11 +25,9 @@ class AuditResponse:
     """The audits of one generation.
 
     Args:
-        generation: its number.
-        hosts: of the generation, in order of their indexes.
-        host: this one.
-        control: writes the events.
-        record: outlives the generation.
+        hosts: hosts of the generation, in order of their indexes.
+        control: connection that writes the events.
+        record: record that outlives the generation.
     """
 
     def __init__(

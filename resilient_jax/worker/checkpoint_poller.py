@@ -26,7 +26,6 @@ class CheckpointPoller:
     Args:
         find: returns the newest checkpoint; None: the training saves none, and nothing is polled.
         report: called with each change.
-        record_event: writes an event.
     """
 
     def __init__(

@@ -40,15 +40,15 @@ class CommittedState:
 
     Attributes:
         state: the state after the last committed step; None while there is none, or while it is in a snapshot.
-        snapshot_plan: where the state is until `World.restore_or_init` has read it from there.
-        parts_step: of the state in parts that members have in their `kept` arrays, until the train function has made
-            it whole there; None: it is elsewhere.
-        contributions: what this host has accumulated for the step in flight, by the name of the accumulation.
+        snapshot_plan: where the state is until `World.restore_or_init` has read the state from there.
+        parts_step: steps of the state whose parts members have in their `kept` arrays, until the train function has
+            made the state whole there; None: the state is elsewhere.
+        contributions: what this host has accumulated for the step in flight, by accumulation.
         kept: arrays that train functions keep by themselves.
-        measured_speeds: of this host, by the name of the accumulation.
+        measured_speeds: measured speeds of this host, by accumulation.
         audits: how far the computations of each host are verified.
-        health: which hosts are slow, if this one was the first of a generation; None: it was not.
-        first_step: the step that this job begins with, if it resumes from an earlier job's checkpoint.
+        health: which hosts are slow; None: this host was not the first of a generation.
+        first_step: the step that this job begins with, if the job resumes from an earlier job's checkpoint.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class CommittedState:
         """Drop everything: the valid state is on other hosts, or there is none.
 
         Args:
-            keeps_copies: copies stay that were made of the others' state, for this host.
+            keeps_copies: True: copies stay that were made of the others' state, for this host.
         """
         self.state, self.snapshot_plan, self.parts_step = None, None, None
         self.contributions.clear()

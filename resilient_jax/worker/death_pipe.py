@@ -21,7 +21,8 @@ def isolate_death_pipe(descriptor: int) -> str | None:
     """Move `descriptor`, the write end of a pipe, out of this process's descriptor table into that of a thread.
 
     Returns:
-        None; or why not (a sandbox may forbid it). Then the descriptor stays where it is, and closes only when the
+        None, or why the descriptor was not moved (a sandbox may forbid it). Then the descriptor stays where it is, and
+            closes only when the
         kernel closes all descriptors of this process.
     """
     problem: list[str] = []

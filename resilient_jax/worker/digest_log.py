@@ -29,9 +29,7 @@ class DigestLog:
     """The file of one worker process, which is made by its first entry.
 
     Args:
-        path: of the file.
-        host: of this worker.
-        on_failure: called once, with the reason, if the file cannot be written; nothing more is written then.
+        on_failure: called once, with the reason, if the file cannot be written; after that nothing more is written.
     """
 
     def __init__(self, path: Path, host: str, on_failure: Callable[[str], object]) -> None:

@@ -192,7 +192,7 @@ class ForkServer:
         """Wait for the end of a new worker, or end it.
 
         Raises:
-            OSError: there is no descriptor left for that.
+            OSError: no descriptor is left to watch the worker.
         """
         try:
             process = os.pidfd_open(pid)

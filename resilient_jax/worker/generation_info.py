@@ -26,23 +26,25 @@ class GenerationInfo:
     """One generation's members, and how it came about.
 
     Attributes:
-        number: of the generation; it only grows.
+        number: number of the generation; the number only grows.
         hosts: the live hosts, in order of their process index.
-        process_index: of this worker, which JAX gives, too: its host's index in `hosts`.
+        process_index: index of this host in `hosts`, the same as `jax.process_index()`.
         change: how the generation was formed: "shrink" or "grow" (in place), or "reform".
-        reason: why it was formed.
+        reason: text for people: why the generation was formed.
         trusted_step: states of more steps may be wrong, because a host has computed wrongly; None: none.
         state_loss: what was lost, if no host's memory has the state any more; else None.
-        layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
+        layer_speeds: speeds of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
         stage_hosts: the hosts of a pipeline's replicas in their order, with those whose stages are kept for them.
-        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first in their order. Each order
-            follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their order.
-        plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, that the others have.
-            Empty: each finds the best plan.
-        plan_constants: of the cost model, by which every worker plans. Empty: those that it was given.
-        is_joining: it is the rehearsal of a worker that takes part from the next generation on, and not when another
-            has left.
-        next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
+        earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first generation in their order.
+            Each order follows from the one before it, so that the fewest blocks move. Empty: `stage_hosts` are in their
+            order.
+        plan_axes: names and sizes of the planned axes that every worker takes; in a rehearsal, those of the other
+            workers. Empty: each worker finds the best plan.
+        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the worker
+            was given.
+        is_joining: whether the generation is the rehearsal of a worker that takes part from the next generation on, and
+            not when another has left.
+        next_failure_s: in a rehearsal the expected time to the next failure, once this worker has joined.
         events: what this worker recorded on its way into this generation, oldest first.
         has_service: whether the world's coordination service runs; without it no clique can be formed.
     """
@@ -78,9 +80,8 @@ def make_mesh(devices: Sequence[Device], axes: AxisSizes, owner: str) -> Mesh:
     """Return a mesh over the devices, in their order.
 
     Args:
-        devices: the devices.
-        axes: names and sizes.
-        owner: whose devices these are, for the error message.
+        axes: axis names and sizes.
+        owner: owner of the devices, for the error message.
 
     Raises:
         CallerError: the sizes do not multiply to the number of devices.
@@ -107,8 +108,7 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
     """Return what the script may know of the generation that a worker is ordered to form.
 
     Args:
-        order: of the agent.
-        events: that the worker has recorded.
+        events: events that the worker has recorded.
     """
     generation: Generation = order.generation
     member = generation.find_member(order.host)

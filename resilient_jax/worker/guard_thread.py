@@ -130,7 +130,7 @@ class GuardThread:
         """Pause training as if ordered to: a stopped agent cannot report that others count this host as dead.
 
         Args:
-            looked_s: the monotonic time until which all orders have been read.
+            looked_s: monotonic time until which all orders have been read.
         """
         is_training = self._handler.state is WorkerState.RUNNING and not self._handler.is_interrupted
         if is_training and looked_s > self._lease_until_s:

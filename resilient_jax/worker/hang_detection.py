@@ -43,10 +43,10 @@ class HangLimits:
     """The floors of deadlines, in seconds.
 
     Attributes:
-        regular_s: of a task of every step.
-        other_s: of all others, and of those without samples.
-        forming_timeout_s: after which the leader leaves out a host that has not joined.
-        stall_dump_s: after how long a process whose guard thread cannot run prints its stacks.
+        regular_s: deadline floor of a task of every step.
+        other_s: deadline floor of all other tasks, and of tasks without samples.
+        forming_timeout_s: time after which the leader leaves out a host that has not joined.
+        stall_dump_s: time after which a process whose guard thread cannot run prints its stacks.
     """
 
     regular_s: float
@@ -87,10 +87,9 @@ class HangDetector:
         """Return the silence and its deadline, in seconds, if it is to be reported now; else None.
 
         Args:
-            activity: of the process.
             now_s: monotonic seconds.
-            is_excused: the process compiles, or is in a debugger.
-            interrupted_s: how long ago the main thread was told to leave its generation; None: it was not.
+            is_excused: whether the process compiles, or is in a debugger.
+            interrupted_s: time since the main thread was told to leave its generation; None: it was not told.
         """
         if activity.since_s != self._since_s:
             self._since_s = self._counted_from_s = activity.since_s

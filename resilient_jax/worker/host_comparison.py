@@ -34,9 +34,8 @@ class HostComparison:
     """Compares the hosts' digests of the state, and of data that all of them have read.
 
     Args:
-        hosts: of the generation, in the order of the digests.
-        host: this one.
-        control: writes the events.
+        hosts: hosts of the generation, in the order of the digests.
+        control: connection that writes the events.
     """
 
     def __init__(self, hosts: Sequence[HostName], host: HostName, control: TrainingControl) -> None:
@@ -78,7 +77,6 @@ class HostComparison:
         Training goes on: without failures such data are as good as any.
 
         Args:
-            sample: the microbatch.
             digests: int32[hosts, DIGEST_WORDS], or, of a host alone, int32[num_reads, DIGEST_WORDS].
         """
         differing, has_majority = find_differing(digests.tolist())

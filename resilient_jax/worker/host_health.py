@@ -57,19 +57,20 @@ class HealthRecord:
     """What a host that is the first knows of all hosts, from one generation to the next in which it is.
 
     Attributes:
-        generation: in which it was the first.
-        lock: of all that follows, which the judging thread changes, too.
-        monitors: by the name of an accumulation, whose microbatches are compared with each other only.
-        groups: by the same, of hosts that do the same work; none: all of them do.
-        findings: what measurements have made of the monitors' findings.
-        hosts: of the generation.
-        fastest_links: by host and round, the least that exchanges took; None: not measured yet.
-        next_links_step: the step from which on links are measured while nothing is wrong; None: to be set.
-        judge: of the generation.
-        next_measurement_s: the monotonic time before which nothing is measured.
-        paid_s: the monotonic time by which all measurements together have taken a small part of it.
-        next_measurement_step: the same as a step. What has been judged by then is newer than the last measurement.
-        thread: judges, beside the training.
+        generation: newest generation in which this host was the first.
+        lock: guards all attributes below, which the judging thread changes, too.
+        monitors: monitors by accumulation, whose microbatches are compared with each other only.
+        groups: groups of hosts that do the same work, by accumulation; none: all hosts do.
+        findings: findings of the monitors, as measurements have confirmed them.
+        hosts: hosts of the generation.
+        fastest_links: least seconds that exchanges took, by host and round; None: not measured yet.
+        next_links_step: step from which on links are measured while nothing is wrong; None: to be set.
+        judge: judge of the generation.
+        next_measurement_s: monotonic time before which nothing is measured.
+        paid_s: monotonic time by which all measurements together have taken a small part of the time.
+        next_measurement_step: step before which nothing is measured. What has been judged by then is newer than the
+            last measurement.
+        thread: thread that judges, beside the training.
     """
 
     generation: GenerationNumber
@@ -112,13 +113,12 @@ class HostHealth:
     """Judges the hosts of one generation, on the first of them; see `SlownessJudge`.
 
     Args:
-        hosts: of the generation, in order of their indexes.
-        record_event: writes an event.
-        report: is told all slow hosts, when they have changed; see `WorkerReport.slow_hosts`.
-        record: outlives the generation.
-        clock: tells how long measuring takes.
-        known: hosts that get fewer layers of a pipeline because another first host has found them slow: they are, until
-            a measurement of their devices says something else.
+        hosts: hosts of the generation, in order of their indexes.
+        report: called with all slow hosts when the slow hosts have changed; see `WorkerReport.slow_hosts`.
+        record: record that outlives the generation.
+        clock: clock that tells how long measuring takes.
+        known: hosts that get fewer layers of a pipeline because another first host has found them slow: these hosts are
+            slow until a measurement of their devices says something else.
         after_loss: what hosts do with the devices that are left when others are taken out.
     """
 

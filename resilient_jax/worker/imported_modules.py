@@ -62,8 +62,8 @@ def find_foreign_module(imports: ImportsReported, folder: str) -> str:
     """Return why this process's modules are not the worker's, and so not the script's either; empty: they are.
 
     Args:
-        imports: of the worker.
-        folder: of the script.
+        imports: imports of the worker.
+        folder: folder of the script.
     """
     installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
     for name, module in list(sys.modules.items()):

@@ -65,7 +65,7 @@ class _KeptImports:
     """The import system of this process, changed.
 
     Attributes:
-        kept: the files that were imported from copies, by module and absolute path.
+        kept: files that were imported from copies, by module and absolute path.
     """
 
     def __init__(self, program: KeptProgram) -> None:
@@ -120,7 +120,7 @@ class _KeptImports:
         """Return the copy of a file, which is kept now if it was not; None if it cannot be.
 
         Raises:
-            KeptFileDamaged: the copy is gone, or another one.
+            KeptFileDamaged: the copy is gone, or has other bytes.
         """
         if (kept := self._keep(module, file)) is None:
             return None

@@ -20,7 +20,7 @@ class LastingSlowdown:
     """The estimates of one generation.
 
     Attributes:
-        reported: what slow hosts cost; None: nothing, or it has not lasted.
+        reported: what slow hosts cost; None: no host is slow, or slowness has not lasted.
     """
 
     def __init__(self) -> None:

@@ -20,11 +20,7 @@ _PACKAGE: Final = str(Path(__file__).parents[1])
 
 
 class LoopTries:
-    """The tries of one generation.
-
-    Args:
-        control: of the agent.
-    """
+    """The tries of one generation."""
 
     def __init__(self, control: TrainingControl) -> None:
         self._control = control
@@ -41,7 +37,7 @@ class LoopTries:
         """Wait before the loop begins once more with the same step.
 
         Raises:
-            ErrorSwallowed: it has done so too often.
+            ErrorSwallowed: the loop has begun with this step too often.
         """
         if committed != self._committed:
             return

@@ -14,9 +14,8 @@ class MailOpener:
     """Opens mailboxes at an address of this machine.
 
     Attributes:
-        address: of this host, which its peers reach.
-        credentials: of the job.
-        wait_timeout_s: how long a step waits for a message of a peer at most.
+        address: address of this host, which peers reach.
+        wait_timeout_s: the longest time that a step waits for a message of a peer.
     """
 
     address: str

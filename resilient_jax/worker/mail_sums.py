@@ -25,7 +25,7 @@ class MailSums:
     """The sums of one generation.
 
     Attributes:
-        exchange: of the train function, once it knows by which addresses hosts are reached; None: it has not said.
+        exchange: exchange of the train function, once the train function has said how hosts are reached; None: not yet.
     """
 
     def __init__(self, local_devices: Sequence[Device], process_index: ProcessIndex) -> None:
@@ -37,7 +37,7 @@ class MailSums:
         """Return the sum over all hosts of each leaf; see `World.all_reduce`.
 
         Raises:
-            ServiceEnded: there is no exchange: this sum would need a collective.
+            ServiceEnded: there is no exchange, and the sum would need a collective.
             PeerUnreachable: a host is lost, or late.
         """
         if self.exchange is None:

@@ -16,7 +16,7 @@ def measure_processor_demand_s(threads: frozenset[int] | None = None) -> float |
     None if the kernel does not say (CONFIG_SCHED_INFO).
 
     Args:
-        threads: the native ids of those that count; None: all.
+        threads: native ids of the threads that count; None: all threads.
     """
     caller, total_ns, is_known = str(threading.get_native_id()), 0, False
     for thread in os.listdir("/proc/self/task"):
@@ -33,8 +33,8 @@ class BlockedTime:
     """How long this process, or some of its threads, have been blocked since a moment.
 
     Args:
-        now_s: that moment, in monotonic seconds.
-        threads: the native ids of those that count; None: all.
+        now_s: monotonic time of that moment.
+        threads: native ids of the threads that count; None: all threads.
     """
 
     def __init__(self, now_s: float, threads: frozenset[int] | None = None) -> None:

@@ -60,8 +60,8 @@ def become_worker(
     """Report that this standby is ready, and return when it is the worker.
 
     Args:
-        connection: to the agent; closed here.
-        num_failed_imports: for the report.
+        connection: connection to the agent; closed by this function.
+        num_failed_imports: number that the report has.
         replaces_environment: whether the process gets the environment that a worker is started with, or keeps what the
             script has made of it.
     """
@@ -90,8 +90,7 @@ def set_worker_variables(descriptors: Sequence[int], settings: WorkerSettings) -
     """Set what a worker finds in its environment.
 
     Args:
-        descriptors: of the connections to agent and snapshot server, and of the death pipe.
-        settings: of the worker.
+        descriptors: descriptors of the connections to agent and snapshot server, and of the death pipe.
     """
     agent, snapshots, death_pipe = descriptors
     os.environ[AGENT_CONNECTION_VARIABLE] = str(agent)

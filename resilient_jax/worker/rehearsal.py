@@ -115,12 +115,12 @@ def rehearse(
     """Run a step of `train_fn` without the other hosts; return whether it came to its commit.
 
     Args:
-        train_fn: of the user.
-        order: to join the others; JAX counts this process as one of them already.
-        agent: says whether this worker has another order.
+        train_fn: the user's train function.
+        order: order to join the other hosts; JAX counts this process as one of them already.
+        agent: connection that says whether this worker has another order.
         interrupt: breaks the main thread out of a wait for other hosts.
-        mail: for a mailbox that outlives the rehearsal.
-        kept: has arrays added that outlive it, too.
+        mail: opener of a mailbox that outlives the rehearsal.
+        kept: list to which arrays are added that outlive the rehearsal.
 
     Raises:
         Exception: whatever `train_fn` raises, with the initial state.

@@ -71,7 +71,7 @@ def run_replay(order: ReplayOrder, train: Callable[[], None]) -> None:
     """Call the train function until its last step is done, and end the process: the script must not go on.
 
     Raises:
-        SystemExit: always. An error of ours is handed to the command, which shows it.
+        SystemExit: raised always. A `ResilientJaxError` is handed to the command, which shows it.
     """
     try:
         train()

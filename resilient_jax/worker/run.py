@@ -62,7 +62,7 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
 
     Raises:
         Exception: whatever `train_fn` raises by its own fault, once; the job ends with it.
-        CallerError: an argument is no function that can be called so; the script has called
+        CallerError: an argument is no function with such parameters; the script has called
             `jax.distributed.initialize`; under an agent: a second call, or JAX's devices are in use already.
 
     Example:

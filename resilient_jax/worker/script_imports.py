@@ -27,8 +27,8 @@ class ScriptImports(NamedTuple):
     """The libraries that a script imports.
 
     Attributes:
-        modules: of `FORKABLE_PACKAGES`, in the order of the script's text.
-        obstacle: why they must not be imported before the script runs; empty: they may be.
+        modules: modules of `FORKABLE_PACKAGES`, in the order of the script's text.
+        obstacle: why modules must not be imported before the script runs; empty: they may be.
     """
 
     modules: tuple[str, ...]

@@ -26,7 +26,7 @@ def run_script(command: Sequence[str]) -> None:
     """Run a script with its arguments in this process, as `python SCRIPT ARGUMENTS...` would.
 
     Raises:
-        SystemExit: the script ended with it, or with an error, which has been printed.
+        SystemExit: the script raised `SystemExit`, or an error, which has been printed.
     """
     sys.argv[:] = command
     catch_notices()

@@ -61,17 +61,13 @@ class RehearsedState(enum.Enum):
 class Session:
     """Steps, commits, restores and snapshots of one generation; the `StepHooks` of its reductions.
 
-    Attributes:
-        committed: what outlives the generation.
-
     Args:
         committed: what outlives the generation.
-        control: of the agent.
-        state_loss: what was lost, if the job must resume from a checkpoint.
-        snapshotter: for snapshots to the hosts' memory; None without an agent.
-        observers: called at each moment, in this order.
-        comparison: of the hosts' states and data.
-        rehearsed_state: of a rehearsal; None: the session is the job's.
+        state_loss: what was lost, where the job must resume from a checkpoint.
+        snapshotter: snapshotter to the hosts' memory; None without an agent.
+        observers: observers, called at each moment in this order.
+        comparison: comparison of the hosts' states and data.
+        rehearsed_state: state of a rehearsal; None: the session is the job's.
     """
 
     def __init__(
@@ -193,7 +189,7 @@ class Session:
         """Return the step that an accumulation of this name belongs to.
 
         Raises:
-            CallerError: outside of `steps`, or the name has been accumulated in this step.
+            CallerError: the call is outside of `steps`, or the name has been accumulated in this step.
         """
         if self._step is None or name in self._reduced:
             found = "a call outside of `for step in world.steps(...)`"
@@ -254,9 +250,8 @@ class Session:
         """Call the observers at a failpoint of this step; return what becomes of the values computed there.
 
         Args:
-            failpoint: the place.
-            index: of the microbatch there, if there is one.
-            step: of the state that is being restored; None: the step under way, and nothing outside of one.
+            index: index of the microbatch at the failpoint, where there is one.
+            step: step of the state that is being restored; None: the step under way, if any.
         """
         step = self._step if step is None else step
         if step is None:
@@ -335,7 +330,7 @@ def _check_can_be_restored(wanted: Any, state: FlatState) -> None:  # noqa: ANN4
     """Compare a generation's first commit with what the next generation will ask for.
 
     Raises:
-        StateError: it could not be restored; names the first leaves that differ.
+        StateError: the state could not be restored; the message names the first leaves that differ.
     """
     match_tree(
         wanted,

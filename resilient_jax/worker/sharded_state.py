@@ -62,7 +62,7 @@ class ShardedState:
     arrays. They are what `World.commit` and `World.snapshot` take; such a state outlives a host by `snapshot` alone.
 
     Args:
-        world: of this generation.
+        world: world of this generation.
         init_fn: makes the initial state, a pytree of arrays; as for `World.restore_or_init`. Numbers, NumPy's arrays
             and weakly typed arrays become strongly typed JAX arrays: programs are compiled ahead by dtypes alone.
 
@@ -124,8 +124,8 @@ class ShardedState:
         The state is donated: its arrays are gone afterwards. Every live host must call it.
 
         Args:
-            update_fn: a pure function that returns a tree like the one that it takes. It is traced with complete
-                arrays. Define it outside of `train`: a new function is traced and compiled anew.
+            update_fn: a pure function that returns a tree like the state. The function is traced with complete arrays.
+                Define the function outside of `train`: a new function is traced and compiled anew.
             state: as `restore_or_init` or this method returned it.
             args: trees of complete arrays on this host's devices, the same on every host: gradients, as
                 `value_and_grad` gives them for gathered parameters.
@@ -180,8 +180,8 @@ class _Program(NamedTuple):
 
     Attributes:
         run: `run(state, args, zero, placement=)` returns the next state; jitted, and donates the state.
-        state: of each leaf of the state, whether it is updated as ranges.
-        args: of each leaf of the arguments, whether it is used as ranges.
+        state: whether each leaf of the state is updated as ranges.
+        args: whether each leaf of the arguments is used as ranges.
     """
 
     run: Any
@@ -200,9 +200,8 @@ class _Program(NamedTuple):
 
         Args:
             abstract: shapes and dtypes of the state and the arguments.
-            gathered: those of what a step gathers.
-            local: of complete arrays.
-            grid: of the hosts.
+            gathered: shapes and dtypes of the trees that a step gathers.
+            local: sharding of complete arrays.
             check: raises if compiling is to end.
         """
         placement = RaveledPlacement(grid.mesh)

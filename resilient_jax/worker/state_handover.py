@@ -19,12 +19,9 @@ class StateHandover:
     """Both sides of a transfer between workers, and what needs none.
 
     Args:
-        host: this one.
-        committed: what is handed over.
-        server: offers this host's state to others.
-        credentials: of the job.
+        committed: state that is handed over.
+        server: server that offers this host's state to others.
         raise_if_ended: raises when the new generation has ended, too.
-        record_event: writes an event.
     """
 
     def __init__(
@@ -52,8 +49,8 @@ class StateHandover:
         """Return with the state of `generation.step` here, or knowing where the train function gets it from.
 
         Args:
-            generation: the new one.
-            in_place: the devices stay; else everything on them is moved to host memory.
+            generation: the new generation.
+            in_place: True: the devices stay. False: everything on them is moved to host memory.
         """
         committed = self._committed
         if generation.is_state_in_parts:

@@ -29,18 +29,20 @@ class StepServices:
     """The services of one generation.
 
     Attributes:
-        host: of this worker.
-        watch: finds hosts that are slow; None: nothing is found.
-        is_joining: whether this worker takes part from the next generation on, of which this one is the rehearsal.
-        layer_speeds: of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
-        stage_hosts: in their order in a pipeline's replicas, with those whose stages are kept for them.
-        earlier_stage_hosts: the hosts of replicas before, from whose order that one follows; see `GenerationInfo`.
-        plan_axes: the planned axes that every worker takes; in a rehearsal, that the others have. Empty: those of the
-            best plan.
-        plan_constants: of the cost model, by which every worker plans. Empty: those that it was given.
-        throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
-        next_failure_s: of a rehearsal: the expected time to the next failure, once this worker has joined.
-        mail_sums: adds up what hosts tell each other, if the world can form no clique; None: it can.
+        watch: watch that finds slow hosts; None: no host is found slow.
+        is_joining: whether this worker takes part from the next generation on, of which this generation is the
+            rehearsal.
+        layer_speeds: speeds of hosts that get fewer layers of a pipeline, as parts of the speed of their peers.
+        stage_hosts: hosts in their order in a pipeline's replicas, with those whose stages are kept for them.
+        earlier_stage_hosts: the hosts of replicas before, from whose order the present order follows; see
+            `GenerationInfo`.
+        plan_axes: the planned axes that every worker takes; in a rehearsal, those of the other workers. Empty: the axes
+            of the best plan.
+        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the worker
+            was given.
+        throttle: makes devices slow that a chaos campaign has slowed down; None: no device is.
+        next_failure_s: in a rehearsal the expected time to the next failure, once this worker has joined.
+        mail_sums: adds up what hosts tell each other, if the world can form no clique; None: cliques can be formed.
     """
 
     host: HostName
@@ -110,7 +112,7 @@ class StepServices:
         The caller has registered what it keeps (`register_kept`), and commits what it makes of the arrays.
 
         Raises:
-            GenerationEnded: while a snapshot of these arrays was copied; they may not be donated.
+            GenerationEnded: while a snapshot of these arrays was copied; the arrays may not be donated.
         """
         self._session.wait_until_finished()
         committed = self._session.committed

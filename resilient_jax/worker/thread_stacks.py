@@ -34,10 +34,11 @@ def describe_place(thread: int) -> str:
     """Return where a thread is: the innermost line that is neither of this package nor of a library, if there is one.
 
     Args:
-        thread: its `ident`.
+        thread: `Thread.ident` of the thread.
 
     Returns:
-        A text such as "`load_batch`, line 40 of train.py". If the thread waits for all hosts in a library, that, too.
+        A text such as "`load_batch`, line 40 of train.py". If the thread waits for all hosts in a library, the text
+            says so, too.
     """
     calls = read_stacks().get(thread, [])
     if not calls:

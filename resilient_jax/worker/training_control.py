@@ -29,13 +29,11 @@ class CorruptionFound(GenerationEnded):
     """Unwinds the user's train function: a host has computed wrongly, and states that were committed are in doubt.
 
     Args:
-        message: what was found.
         trusted_step: states of at most so many steps are not in doubt.
-        corrupt_hosts: the hosts that have computed wrongly.
         is_this_host: whether this host is one of them.
 
     Attributes:
-        failure: what this worker reports.
+        failure: failure that this worker reports.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class UnwindingDelay:
     it unwind any sooner, and the world would be lost for nothing.
 
     Args:
-        now_s: in monotonic seconds.
+        now_s: monotonic time in seconds.
     """
 
     def __init__(self, now_s: float) -> None:

@@ -99,8 +99,8 @@ class Worker:
 
     Args:
         descriptor: this worker's end of its socket pair with the agent.
-        settings: from the agent.
-        find_latest_checkpoint: see `run`.
+        settings: settings from the agent.
+        find_latest_checkpoint: as in `run`.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Worker:
         """Execute orders until the job is over.
 
         Args:
-            train_fn: see `run.run`.
-            death_pipe: the descriptor of its write end; None: the agent made none.
+            train_fn: as in `run.run`.
+            death_pipe: descriptor of the pipe's write end; None: the agent made none.
 
         Raises:
             SystemExit: the job ended without this worker.

@@ -83,9 +83,9 @@ class HeldPause:
     """A pause that is not answered before blocks are copied for the members after it.
 
     Attributes:
-        generation: the number that it leads to.
-        next_members: those that blocks are copied for.
-        received_s: the monotonic time when the order came, in seconds.
+        generation: number of the generation that the pause leads to.
+        next_members: members that blocks are copied for.
+        received_s: monotonic time at which the order came, in seconds.
     """
 
     generation: GenerationNumber
@@ -99,24 +99,24 @@ class WorkerProtocol:
 
     Attributes:
         report: the worker's report of itself, as it was last sent.
-        polls_checkpoints: a `report_checkpoint` follows whenever this worker is idle; decisions about a lost state wait
-            for it.
+        polls_checkpoints: whether a `report_checkpoint` follows whenever this worker is idle; decisions about a lost
+            state wait for it.
         newest: the newest generation that an order named.
         entered: the newest generation in which the main thread was sent into a world.
         form: the world that the main thread is to form next.
-        take_seat: the seat that it is to take next.
-        stop: the job is over.
-        is_interrupted: the generation that the main thread works in has ended.
+        take_seat: seat that the main thread is to take next.
+        stop: set when the job is over.
+        is_interrupted: whether the generation that the main thread works in has ended.
         next_step: the first step that has not begun.
         limit: the step that must not start before a `RunToBoundary`, once paused.
         boundary: the step that must not start in this generation.
-        takes_snapshot: whether a snapshot of a state that no host has all of is waited for there.
-        ends_job: whether the job ends there.
-        held_pause: that is not answered before blocks are copied.
-        prepared_for: the newest generation that blocks are copied for, as far as they are: its pause is not held; None:
-            there was none.
+        takes_snapshot: whether a snapshot of a state that no host has all of is waited for at the boundary.
+        ends_job: whether the job ends at the boundary.
+        held_pause: pause that is not answered before blocks are copied.
+        prepared_for: the newest generation that blocks are copied for, whose pause is not held; None: no blocks were
+            copied.
         snapshot_server: the answer to the last request for a snapshot server.
-        is_admitted: the job has let this worker in.
+        is_admitted: whether the job has let this worker in.
     """
 
     report: WorkerReport

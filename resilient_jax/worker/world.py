@@ -47,25 +47,25 @@ class World:
     A world is valid until the train function is unwound; the next generation brings a new one.
 
     Attributes:
-        generation: the agreed membership's number; it only grows.
+        generation: the agreed membership's number; the number only grows.
         hosts: names of the live hosts, in order of their process index.
         host: this host's name.
         host_index: this host's index in `hosts`, dense from 0: host 0 is the one that prints and saves. JAX's functions
-            count live hosts only, too: it is `jax.process_index()`.
+            count live hosts only, too: the index is `jax.process_index()`.
         local_devices: the devices of this host.
         spare_devices: the devices of hosts that may join in place, in the order of their joining; programs can be
             compiled for them, but not run.
         reason: why this generation was formed.
-        change: how it was formed: "shrink" or "grow" (in place), or "reform".
+        change: how this generation was formed: "shrink" or "grow" (in place), or "reform".
         state_loss: what was lost, and the step of the checkpoint that is on storage, if this generation must resume
             from that checkpoint because no host's memory has the state any more; else None.
         events: what this worker recorded on its way into this generation, oldest first.
-        step_services: for steps that are made in another way than by `accumulate_microbatches`.
+        step_services: services for steps that are made in another way than by `accumulate_microbatches`.
         trusted_step: states of more than so many steps may be wrong, because a host has computed wrongly; None: none.
         is_rehearsal: whether this worker, which is about to join, only runs a step for practice while the others train,
             so that all programs are loaded when it does join. The state is the initial one, nothing is counted,
             collectives give zeros, and the train function is unwound at its first commit.
-        audits: of the hosts' computations, such as `audits.verified_step`; None without.
+        audits: audits of the hosts' computations, such as `audits.verified_step`; None without.
         replay: what is to be computed again, if `resilient-jax replay` started this script; else None. A loop that
             loads its own checkpoints then loads one of at most `replay.step` steps, and writes nothing.
     """
@@ -314,15 +314,15 @@ class World:
                 replicated if the replica spans hosts. It must be the same function of the committed state and
                 `microbatch.index` on every host; to compare hosts some calls are only traced. With several replicas
                 on a host it is called on a thread for each, and for a replica on several hosts on a thread, too.
-            zeros: what it returns of nothing, on this host's devices; the result has the dtypes and shardings of its
-                leaves. Of floats of fewer than 32 bits the sum is rounded once.
-            data: where `microbatch.batch` is read from, as for `value_and_grad`; None: nowhere.
+            zeros: what `compute_fn` returns of nothing, on this host's devices; the result has the dtypes and shardings
+                of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
+            data: where `microbatch.batch` is read from, as for `value_and_grad`; None: microbatches have no batch.
             options: how microbatches are assigned and added up.
             name: the name of the accumulation; a step may have several, in the same order on every host.
 
         Raises:
-            CallerError: outside of `steps`, twice in a step, a number below 1, too few hosts for one replica, or
-                `zeros` are not this host's arrays.
+            CallerError: the call is outside of `steps`, or twice in a step; a number is below 1; hosts are too few for
+                one replica; or `zeros` are not this host's arrays.
         """
         spec = AccumulationSpec(
             name=name,
@@ -384,14 +384,14 @@ class World:
                 `nnx.Rngs`: a function of seed, step and index alone. Define it outside of `train`: a new function is
                 compiled anew.
             data: a function `batch(step, index)` that returns one microbatch; or what `make_microbatch_data` returns;
-                or a `Prefetcher` of it, which reads ahead.
-            num_microbatches: of a step, however many hosts are alive.
-            has_aux: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays, such as
+                or a `Prefetcher` of such data, which reads ahead.
+            num_microbatches: microbatches of a step, however many hosts are alive.
+            has_aux: True: the loss function returns `(loss, aux)`, with `aux` a pytree of numbers and arrays, such as
                 metrics or batch statistics. Its mean over the microbatches is returned: `(loss, aux), gradients`; of a
                 `WeightedMean` in it the mean of the step.
-            seed: of the random numbers.
+            seed: seed of the random numbers.
             options: how microbatches are assigned and added up.
-            name: of the accumulation, if a step has several.
+            name: name of the accumulation; a step may have several.
 
         Raises:
             CallerError: `loss_fn` or `data` is something else.
@@ -414,7 +414,7 @@ class World:
         """Return how many replicas the live hosts form.
 
         Raises:
-            CallerError: too few hosts for a single one.
+            CallerError: the hosts are too few for one replica.
         """
         return len(self._reducer.locate_replicas(replica_shape))
 

@@ -92,7 +92,7 @@ class WorldConnector:
         """Connect to the order's world, together with all other members.
 
         Raises:
-            FormingInterrupted, FormingFailed: see `connect`.
+            FormingInterrupted, FormingFailed: as `connect`.
             StateError: this host has fewer devices than it was started for, or no GPU.
         """
         generation = order.generation
@@ -221,7 +221,7 @@ class WorldConnector:
         """Note which connections the members had; before this worker reports that it is idle.
 
         Args:
-            is_intact: the generation ended without an interruption or a failure.
+            is_intact: True: the generation ended without an interruption or a failure.
         """
         self._has_unwound = True
         if self._connection is not None:
@@ -236,7 +236,7 @@ class WorldConnector:
         """Disconnect from the world, and return what could not be freed.
 
         Args:
-            is_backend_in_use: a thread still compiles for the world's devices.
+            is_backend_in_use: True: a thread still compiles for the world's devices.
         """
         connection, self._connection = self._connection, None
         assert connection is not None, "leave is called in a world"

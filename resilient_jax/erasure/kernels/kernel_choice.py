@@ -23,9 +23,8 @@ class KernelChoice:
 
     Attributes:
         kernel: a kernel that passed its self-test in this process.
-        reason: why it was chosen, for people.
+        reason: text for people.
         rejected: faster kernels that cannot be used. If there is one, this process is slower than it could be.
-        self_test: the comparison with reedsolo.
     """
 
     kernel: Kernel
@@ -38,7 +37,7 @@ def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = Fals
     """Return the fastest kernel that is on this machine and passes its self-test.
 
     Args:
-        requested: use this kernel or fail.
+        requested: the only kernel to try; None: any.
         allow_jax: also consider XLA. Only for a process that has initialized jax already: it loads jax and starts
             its backends.
 

@@ -44,7 +44,7 @@ class XlaKernel(Kernel):
     Construct it only after `jax.distributed.initialize`: the constructor starts jax's backends.
 
     Args:
-        device: where to compute; by default the CPU.
+        device: None: the first CPU device.
 
     Raises:
         KernelUnavailable: jax has no CPU device.
