@@ -77,7 +77,6 @@ class LossTrace:
         closed: program of the weights, then the leaves of the batch, then the leaves of the key; returns the loss, then
             the leaves of the auxiliary output.
         result_names: names of the outputs: `loss`, and the paths of auxiliary outputs.
-        aux_treedef: tree structure of the auxiliary output.
     """
 
     closed: core.ClosedJaxpr

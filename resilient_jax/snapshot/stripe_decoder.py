@@ -29,9 +29,7 @@ class StripeShard(NamedTuple):
 
     Attributes:
         number: index of the shard in the stripe.
-        host: host that has the shard.
         region: the host's part, or a parity chunk that the host keeps.
-        row: row of the parity chunk.
         offset: bytes from the start of the region to the shard's first byte.
     """
 

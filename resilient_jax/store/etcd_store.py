@@ -85,9 +85,7 @@ class EtcdStore(TransactionStore):
         Args:
             tls: certificates of a cluster that is served over TLS; None: without.
             keep_revisions: revisions of the history that are kept at least; at most twice as many are.
-            call_timeout_s: the limit of each call.
             resume_timeout_s: how long a broken watch tries to resume.
-            clock: clock that measures the timeouts.
 
         Raises:
             ConfigError: a TLS file cannot be read.

@@ -29,10 +29,8 @@ def make_microbatch_function(
 
     Args:
         variables: variables on this host's devices.
-        placement: placement of variables and results.
         example: abstract arrays of a microbatch.
         key_step: step for the random keys; None: the microbatch's step.
-        update: what the update computes of the sum.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 
