@@ -93,7 +93,7 @@ def trace_loss(
     key: Any,  # noqa: ANN401 - a random key, or its shape
     is_trained: IsTrained,
 ) -> LossTrace:
-    """Trace a loss. Its arguments may be shapes.
+    """Trace a loss, whose arguments may be shapes.
 
     Raises:
         CallerError: no layers are found, or their marks are where a program cannot be cut; the result is no loss.

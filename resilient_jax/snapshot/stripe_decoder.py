@@ -93,7 +93,7 @@ class StripeDecoder:
         excluded: frozenset[HostName] = frozenset(),
         verify: bool = False,
     ) -> None:
-        """Decode bytes of a host's part. They are correct only if all shards are, so the caller verifies them.
+        """Decode bytes of a host's part. Wrong shards make wrong bytes, so the caller verifies the bytes.
 
         Args:
             host: a member of the group, which is not read from.

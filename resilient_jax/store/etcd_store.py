@@ -159,7 +159,7 @@ class EtcdStore(TransactionStore):
         return TransactionResult(succeeded=bool(response.succeeded), revision=revision, responses=responses)
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """Return a new lease; see `Store.grant`. It may last longer than asked for."""
+        """Return a new lease; see `Store.grant`. The lease may last longer than asked for."""
         check_ttl(ttl_s)
         return LeaseId((await self._call(LEASE_GRANT, is_repeatable=True, TTL=math.ceil(ttl_s))).ID)
 

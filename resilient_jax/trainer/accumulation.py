@@ -25,7 +25,7 @@ def make_microbatch_function(
     key_step: int | None = None,
     update: ProgramDescription | None = None,
 ) -> MicrobatchProgram:
-    """Return a function of a microbatch. It copies the variables to a replica's mesh once.
+    """Return a function of a microbatch, which copies the variables to a replica's mesh once.
 
     Args:
         variables: variables on this host's devices.
