@@ -365,7 +365,7 @@ def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN
 
 
 def make_zeros(abstract: Tree, placement: Placement) -> Tree:
-    """Return zeros in these shapes. The zeros are made on the host: no program, so a new generation compiles nothing."""
+    """Return zeros in these shapes, made on the host: without a program, a new generation compiles nothing."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.device_put(
             np.zeros(leaf.shape, leaf.dtype), placement(jax.tree_util.keystr(path), leaf)
