@@ -84,7 +84,6 @@ class ProgramShardings(NamedTuple):
         gradients: shardings of the gradients of trained weights, and of weights between programs.
         y: shardings of the values for the next block.
         x_gradient: shardings of the gradients for the block before.
-        replicated: sharding of results.
     """
 
     weights: tuple[NamedSharding, ...]
@@ -184,7 +183,6 @@ class BlockPrograms:
         Args:
             weights: weights of the block, by name; others are ignored.
             x: values from the block before; () for the first block.
-            key: random key of the microbatch.
         """
         data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
         y, results, residuals = self.kind.forward(

@@ -166,7 +166,6 @@ def cut_model(
         loss: `loss(variables, batch, key)` of a microbatch: a scalar, or that and a tree of arrays. The loss is traced
             once.
         variables: arrays or their shapes; nothing is computed.
-        batch: arrays of a microbatch, or their shapes.
         key: random key of a microbatch, or its shape.
         is_trained: selects by path and leaf the weights that get a gradient.
         remat: forward keeps a block's input only, and backward computes the block again.

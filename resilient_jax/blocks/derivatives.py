@@ -43,8 +43,6 @@ class BlockFunction:
     Attributes:
         run: `run(weights, x, data, constants)` returns (values for the next block, results).
         x: shapes of the values from the block before.
-        data: shapes of the leaves of batch and key.
-        is_trained: whether each weight gets a gradient.
     """
 
     run: Callable[[Values, Values, Values, Values], tuple[tuple[Value, ...], tuple[Value, ...]]]
@@ -69,8 +67,6 @@ class BlockDerivative:
         g: shapes of the gradient of y: of the floating-point values of y only.
         forward_jaxpr: the program of forward, before slicing.
         backward_jaxpr: the program of backward, before backward is cut in two.
-        backward_shapes: shapes of the arguments of B.
-        backward_weights_shapes: shapes of the arguments of W.
     """
 
     forward: Callable[[Values, Values, Values, Values], tuple[Any, Any, Any]]

@@ -39,7 +39,6 @@ class ForwardShardings(NamedTuple):
     Attributes:
         weights: shardings while the program computes with them, in the order of the block's weights.
         y: shardings of the values for the next block.
-        replicated: sharding of results.
     """
 
     weights: tuple[NamedSharding, ...]
@@ -53,7 +52,6 @@ class ForwardBlock:
 
     Attributes:
         number: number of the block in the chain.
-        weights: weights that the block computes with.
         x: shapes of the values from the block before.
         result_names: paths of the auxiliary outputs that the block makes.
         shardings: shardings of the program; None: the program computes on a single device.
@@ -74,7 +72,6 @@ class ForwardBlock:
         Args:
             weights: weights of the block, by name; others are ignored.
             x: values from the block before; () for the first block.
-            key: random key of the microbatch.
         """
         own = tuple(weights[weight.name] for weight in self.weights)
         data = (*jax.tree.leaves(batch), *jax.tree.leaves(key))
@@ -111,7 +108,6 @@ def shard_forward(blocks: Sequence[ForwardBlock], sharding: StageSharding) -> tu
     """Return blocks in order that compute over the devices of a stage.
 
     Args:
-        blocks: all blocks of the model.
         sharding: sharding over an abstract mesh, as for `CutModel.with_sharding`.
     """
     ends = [block.x for block in blocks[1:]]

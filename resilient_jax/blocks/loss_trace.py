@@ -77,7 +77,6 @@ class LossTrace:
         closed: program of the weights, then the leaves of the batch, then the leaves of the key; returns the loss, then
             the leaves of the auxiliary output.
         result_names: names of the outputs: `loss`, and the paths of auxiliary outputs.
-        aux_treedef: tree structure of the auxiliary output.
     """
 
     closed: core.ClosedJaxpr
@@ -94,7 +93,7 @@ def trace_loss(
     key: Any,  # noqa: ANN401 - a random key, or its shape
     is_trained: IsTrained,
 ) -> LossTrace:
-    """Trace a loss. Its arguments may be shapes.
+    """Trace a loss, whose arguments may be shapes.
 
     Raises:
         CallerError: no layers are found, or their marks are where a program cannot be cut; the result is no loss.

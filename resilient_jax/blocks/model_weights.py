@@ -33,7 +33,6 @@ class Weight:
         leaf: number of the leaf in the tree.
         layer: index along the leaf's first dim; None: the leaf is not stacked.
         shape: shape of the weight, without the first dim of a stacked leaf.
-        is_trained: whether the weight gets a gradient.
     """
 
     name: str
@@ -54,7 +53,6 @@ class WeightTable:
     """All weights of a model.
 
     Attributes:
-        treedef: tree structure of the variables.
         weights: weights in the order of leaves; those of a stacked leaf in the order of layers.
     """
 

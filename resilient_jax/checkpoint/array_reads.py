@@ -104,7 +104,6 @@ def plan_reads(
     Args:
         abstract: tree of the state's shapes.
         sharding: sharding of each leaf; None: leaves in host memory.
-        folder: folder of the checkpoint, for the error.
 
     Raises:
         StateError: the checkpoint is of another state; names leaves.

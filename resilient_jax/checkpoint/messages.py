@@ -27,7 +27,6 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write a checkpoint of the state in the memory that comes with the request, then remove old ones.
 
     Attributes:
-        directory: directory of the checkpoints.
         max_to_keep: how many of the newest checkpoints to keep.
         distrusted: steps whose checkpoints could not be read: these checkpoints do not count as kept.
         verified_step: beside the newest, the newest checkpoint of at most so many steps is kept: no host that computes
@@ -48,8 +47,6 @@ class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The checkpoint is on storage.
 
     Attributes:
-        nbytes: bytes of the checkpoint's files.
-        duration_s: seconds of the save.
         existed: a complete checkpoint of this step was on storage already; nothing was written.
     """
 

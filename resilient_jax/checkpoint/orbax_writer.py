@@ -57,7 +57,6 @@ class CheckpointContent(abc.ABC):
         """Write the checkpoint; return the SHA-256 of files that are known, by their paths below `target`.
 
         Args:
-            folder: folder for other files.
             target: folder of the checkpoint, below `folder`; to be made.
         """
 
@@ -80,9 +79,6 @@ class WholeTree(CheckpointContent):
 
 def write_checkpoint(directory: Path, step: int, content: CheckpointContent) -> int | None:
     """Write the checkpoint of a step; return its bytes, or None if a complete one exists.
-
-    Args:
-        directory: directory of the checkpoints.
 
     Raises:
         OSError: the storage cannot take it.
@@ -161,8 +157,6 @@ def save_tree(folder: Path, tree: Tree, save_args: Tree, arrays: ocp.type_handle
 
     Args:
         folder: new folder, to be made.
-        tree: tree of numpy arrays.
-        save_args: Orbax's arguments for each leaf.
     """
     # Without an entry for jax.Array Orbax warns.
     type_handlers = ocp.type_handlers.create_type_handler_registry(

@@ -33,7 +33,6 @@ class PartFolder:
     """The parts of one save. The process with the first part makes the folder, and removes it.
 
     Args:
-        directory: directory of the checkpoints.
         share: share of one of the processes.
     """
 

@@ -45,7 +45,6 @@ class TreeInParts(CheckpointContent):
 
     Args:
         leaves: all leaves of the tree, each with the boxes that this process has.
-        share: share of this process.
     """
 
     def __init__(self, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
@@ -76,11 +75,6 @@ class TreeInParts(CheckpointContent):
 
 def write_part(directory: Path, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
     """Write another part than the first, and say that it is complete, or why it is not.
-
-    Args:
-        directory: directory of the checkpoints.
-        leaves: leaves of this part.
-        share: share of this process.
 
     Raises:
         OSError: the storage cannot take it.
@@ -127,7 +121,6 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
     """Orbax's handler of arrays, which writes boxes of them into a database of this part's own.
 
     Args:
-        number: number of the part.
         finish: called with the folder of the item when the boxes are written, before Orbax merges the databases in it.
     """
 

@@ -21,7 +21,6 @@ class SaveInFlight:
     """At most one save at a time, of one directory.
 
     Args:
-        directory: directory of the checkpoints.
         client: client of the process that writes and removes checkpoints.
         distrusted: steps whose checkpoints could not be read; a step that is saved anew is removed.
 

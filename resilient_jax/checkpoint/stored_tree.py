@@ -77,7 +77,6 @@ class LeafPart(NamedTuple):
     """What this process has of one array of a tree.
 
     Attributes:
-        path: keys of the array in the tree.
         leaf: array, or its shape and dtype; or an empty container.
         pieces: boxes of the array, each with its elements: an array of as many, in C order, of which this process's
             devices have all shards.

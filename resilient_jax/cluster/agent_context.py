@@ -18,7 +18,6 @@ class AgentContext:
     """The surroundings of one agent's parts.
 
     Attributes:
-        log: event log of the host.
         print_line: prints a line for people.
         fork_server: connection to the server that workers are forked from; None: each worker is started as a process of
             its own.

@@ -23,7 +23,6 @@ class AgentSettings:
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: folder of logs and events; None: nothing is written.
         fork_server: descriptor of this agent's connection to the fork server of `launch`; None: there is none.
-        grace: time that a notice to leave gives.
         is_launched: whether `resilient-jax launch` started the agent, and shows the error of a script that fails.
     """
 

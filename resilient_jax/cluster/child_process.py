@@ -51,7 +51,6 @@ def bind_to_this_process(command: Sequence[str], ignored: Sequence[signal.Signal
     A wrapper and not `preexec_fn`: that forks this process with its gRPC threads, which may deadlock.
 
     Args:
-        command: words of the command.
         ignored: signals that the process ignores from the start; blocked until then, if the caller has blocked them.
     """
     numbers = " ".join(str(int(number)) for number in ignored)

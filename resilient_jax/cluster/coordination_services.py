@@ -67,7 +67,6 @@ class CoordinationServices:
         """Start a service for a world that `num_processes` form, in the background. Idempotent.
 
         Args:
-            world: number of the world.
             num_processes: processes that form the world.
             num_seats: seats of the world, spare ones included.
         """

@@ -47,7 +47,6 @@ def count_devices(
     """Return how many devices a worker with this environment has; None: only JAX knows.
 
     Args:
-        environment: environment of workers.
         devices_per_host: number that the agent was told; None: the environment decides.
         gpu_names: names of the GPUs that workers see; empty: not known.
     """

@@ -60,7 +60,6 @@ class ForkServerConnection:
 
     Attributes:
         is_open: whether the server is asked.
-        num_modules: modules that the server has imported.
         refusal: why the last order was refused, or is not sent; empty: the last order was carried out.
     """
 

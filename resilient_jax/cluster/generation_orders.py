@@ -81,7 +81,6 @@ class OrdersState:
         generation: newest generation that this host has seen.
         void_generation: generation of which this host is no member any more, whatever is stored.
         past: generation in which the job was interrupted before this host first registered; None: no interruption.
-        is_leaving: whether the host got a notice to leave.
         in_world: the newest worker that was ordered to form a world or to take a seat of a world.
         unwinding: worker that has been ordered to unwind, and is waited for.
     """

@@ -10,11 +10,7 @@ MAX_HELD_BYTES = 2**20
 
 
 class HeldOutput:
-    """Keeps the lines of a standby until they are released to the host's output.
-
-    Args:
-        output: output of the host.
-    """
+    """Keeps the lines of a standby until they are released to the host's output."""
 
     def __init__(self, output: WorkerOutput) -> None:
         self._output = output

@@ -29,7 +29,6 @@ class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         module: name under which the file was imported.
         file: absolute path at which the file was read.
-        digest: SHA-256 of the copy.
     """
 
     module: str
@@ -66,9 +65,6 @@ class KeptProgram:
 
     def keep(self, module: str, file: str) -> KeptFile:
         """Keep a file as it is on disk now, unless it is kept already.
-
-        Args:
-            module: name under which the file is imported.
 
         Raises:
             OSError: the file cannot be read, or the folder cannot be written.

@@ -69,7 +69,6 @@ class HostSite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where a host of the job runs on this machine.
 
     Attributes:
-        address: address that the host listens at.
         command_prefix: words before the agent's command that make the agent run there, such as `ip netns exec NAME`.
     """
 
@@ -134,7 +133,6 @@ class Launcher:
 
         Args:
             on_line: prints a line; must not wait.
-            on_change: called when the view has changed.
             restore_folder: makes the run folder again if somebody has removed it, and returns whether the folder had to
                 be made; called in a thread.
         """

@@ -15,7 +15,6 @@ class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a host is. Agents send it to the leader beside the store: no decision depends on it.
 
     Attributes:
-        agent_id: id of the agent that reports.
         sequence: number of that agent's report; a greater one is newer.
         step: steps that the worker has committed.
         num_steps: steps that the worker will have committed in the end; 0: not known.
@@ -36,7 +35,6 @@ class ProgressReports(msgspec.Struct, frozen=True, kw_only=True):
     """How far some hosts are: all that have changed since the sender's last report, the sender's own among them.
 
     Attributes:
-        sender: host whose agent sends the reports.
         avoided: endpoints of agents that did not answer the sender lately.
     """
 
@@ -50,7 +48,6 @@ class ReportReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         report_to: endpoint of the agent that the sender reports to from now on; empty: the agent that answers.
-        interval_s: time between two reports.
     """
 
     report_to: str

@@ -53,7 +53,6 @@ class ProgressTree:
         """Return the endpoint of the agent that a host reports to; empty: the leader.
 
         Args:
-            host: host that reports.
             avoided: endpoints of agents that do not answer the host.
         """
         place = self._places.get(host, 0)

@@ -40,7 +40,6 @@ def must_look(generation: Generation, host: HostName, report: WorkerReport, wait
 
     Args:
         generation: newest generation that the host has read.
-        report: report of the host's worker.
         waited_s: time since the host has read this generation's phase.
     """
     if generation.find_member(host) is None or len(generation.members) < 2:

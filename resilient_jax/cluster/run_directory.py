@@ -49,10 +49,7 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
     """How commands reach a running job. Holds its token: readable by its user alone.
 
     Attributes:
-        job: the job's name.
-        store: address of the job's store.
         token: secret that the job's processes share.
-        launcher_pid: process id of the launcher.
         tls: folder with certificates for an embedded store; "" for none.
         store_tls: folder with certificates for an etcd cluster; "" for none.
     """

@@ -15,8 +15,6 @@ def read_script_errors(directory: Path, hosts: Iterable[HostName], since_s: floa
     """Return the newest error of each host's script, with its complete traceback.
 
     Args:
-        directory: run directory.
-        hosts: hosts of the job.
         since_s: time of day, in seconds since 1970, of the job's start; an earlier job may have run in the directory.
     """
     errors: dict[HostName, str] = {}

@@ -71,7 +71,6 @@ class SeatStandby:
         """Prepare to start standbys.
 
         Args:
-            output: output of the host.
             on_change: called after every change of `status`.
             on_message: called with each message of the process, also when the process is the worker.
             on_worker_change: called after every change of the process when the process is the worker.

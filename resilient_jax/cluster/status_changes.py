@@ -19,7 +19,6 @@ def are_snapshots_due(generation: Generation | None, written: HostStatus, presen
     Args:
         generation: newest generation that the host has read; None: none.
         written: status of the host in the store.
-        present: status of the host now.
     """
     if written.snapshot_server != present.snapshot_server:
         return True

@@ -74,8 +74,6 @@ class StoreSession:
         """Prepare the session.
 
         Args:
-            ttl_s: time to live of the lease.
-            clock: clock that measures the time to live.
             status: returns the host's present status.
             on_renewed: called with `valid_until_s` after each renewal of the lease.
             write_through: asked first to write a status that has changed.

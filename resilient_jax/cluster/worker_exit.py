@@ -71,7 +71,6 @@ def find_killed_scripts(codes: Mapping[HostName, int], trained: Sequence[HostNam
     these: another host's success does not excuse it.
 
     Args:
-        codes: exit codes of all agents.
         trained: the hosts that trained to the end, in order of their indexes.
     """
     if not trained or codes.get(trained[0]) != 0:

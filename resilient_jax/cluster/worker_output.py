@@ -42,7 +42,6 @@ class WorkerOutput:
     """Prefixes a host's lines with its name, and keeps the end of its standard error.
 
     Args:
-        host: name of the host.
         log: file of the lines; None: no file.
         show_all: True: print every line at once and as it is, lines of libraries and tracebacks too.
         is_failing: tells whether the script has reported an error of its own, and is about to end.

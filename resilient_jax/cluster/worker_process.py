@@ -89,7 +89,6 @@ class WorkerProcess:
     """A worker, its connection, and the pipe that closes when it dies.
 
     Attributes:
-        report: newest report that the worker sent.
         is_unresponsive: whether the process is stopped, or sent nothing for longer than the heartbeat timeout.
         has_script_ended: whether the script has come to its end after training.
         is_dying: whether the process's threads have ended; the exit code follows.
@@ -131,9 +130,7 @@ class WorkerProcess:
         """Start a worker with its ends of a socket pair, of a pipe and of `snapshot_socket`.
 
         Args:
-            incarnation: number of the worker's start.
             launch: starts a process that has copies of the descriptors, such as `launch_script`.
-            clock: clock that times the worker's messages.
             snapshot_socket: the worker's end of a connection to the snapshot server; closed by this function.
 
         Raises:

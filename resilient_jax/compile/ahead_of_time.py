@@ -39,7 +39,6 @@ class CompilationJob(NamedTuple):
     """Programs to compile together.
 
     Attributes:
-        name: name for people.
         compile: compiles the programs, and returns whether there was anything to compile.
     """
 

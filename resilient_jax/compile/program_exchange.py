@@ -50,7 +50,6 @@ class ProgramChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     Attributes:
         size: bytes of the program; -1: this host lacks the program.
-        crc32: CRC-32 of the program.
         holder: endpoint of a host that has the program, where the answer has no program.
         verdict: where the answer has neither program nor holder: what the claimant does.
         data: a part of the program's bytes.

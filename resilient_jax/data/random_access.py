@@ -45,8 +45,6 @@ class RandomAccessData:
 
         Args:
             source: items are arrays, scalars or trees of these, all of one layout.
-            num_microbatches: microbatches of a step.
-            microbatch_size: examples in a microbatch.
             seed: seed of the shuffle, from 0 to 2**64 - 1.
             shuffle: False: items come in the source's own order in every epoch.
 

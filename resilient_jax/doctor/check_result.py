@@ -23,7 +23,6 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         group: what the check is about, such as "versions".
         name: name of the check, unique in its group.
-        verdict: how bad the finding is.
         found: one line for people: what was found.
         remedy: what to do about the finding; empty if there is nothing to do.
         figures: what was measured, by name, with the unit as its last word.

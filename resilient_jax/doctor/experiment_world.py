@@ -30,7 +30,6 @@ class ExperimentWorld:
         kind: kind of the devices, as JAX names them.
         devices: ids of the devices for CUDA, one for each process that forms the world; on CPU any. Processes may share
             one.
-        num_seats: seats of the world.
     """
 
     def __init__(self, platform: Platform, devices: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -42,9 +42,7 @@ class Experiments:
     """Runs the experiments.
 
     Args:
-        platform: platform of the devices.
         devices: ids of the devices that may be used, one for each process; processes may share one.
-        environment: environment that the processes inherit.
     """
 
     def __init__(self, platform: Platform, devices: Sequence[str], environment: Mapping[str, str]) -> None:

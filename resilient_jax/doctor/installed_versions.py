@@ -35,7 +35,6 @@ def check_versions(
     """Return a result for each package.
 
     Args:
-        find_version: returns the version of a distribution.
         requirements: requirements of this package, as its metadata has them.
     """
     results = [_make_result("python", python_platform.python_version())]

@@ -27,10 +27,6 @@ class ExperimentFailed(PeerError):
 class LineProcess:
     """A child process; the kernel kills it when this process dies, and `end` does so before.
 
-    Args:
-        module: module that is run.
-        environment: environment of the process.
-
     Attributes:
         num_read: number of the process's lines that were read.
     """

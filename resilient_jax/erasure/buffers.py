@@ -27,7 +27,6 @@ class Operands(NamedTuple):
     Attributes:
         sources: memory to read, `length` bytes each.
         destinations: memory to write, `length` bytes each.
-        length: bytes of each buffer.
     """
 
     sources: tuple[memoryview, ...]

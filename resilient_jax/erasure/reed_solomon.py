@@ -74,7 +74,6 @@ class ReedSolomon:
 
         Args:
             present: shards that can be read, at least k. Data shards are preferred: they need no arithmetic.
-            wanted: shards to compute.
 
         Raises:
             ErasureCodeError: the code has no such shard.

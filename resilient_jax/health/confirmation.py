@@ -60,7 +60,6 @@ def confirm_finding(finding: Finding, ratios: DeviceRatios, num_unconfirmed: int
 
     Args:
         finding: finding about a host, from the host's steps.
-        ratios: ratios of the host's devices.
         num_unconfirmed: measurements in a row before this one that have shown nothing.
     """
     limit = _find_limit(finding)

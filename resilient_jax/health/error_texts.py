@@ -163,7 +163,6 @@ class ErrorSummary:
         what: the type of the exception, with the name of its module as the traceback has it; empty: the text is no
             traceback.
         place: the innermost line of the script's own, or else of any library, as FILE:LINE; empty: there is no frame.
-        message: the first line of the exception.
     """
 
     what: str

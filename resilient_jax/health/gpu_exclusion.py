@@ -48,7 +48,6 @@ def judge_exclusion(
         new: findings that were not there before.
         unfit: findings of the last readings because of which a GPU must not train.
         now_s: monotonic time.
-        quarantine_s: time for which a host takes no part.
     """
     failures = [finding for finding in new if finding.severity >= GpuSeverity.UNFIT]
     ends_worker = any(finding.severity is GpuSeverity.FAILED for finding in failures)

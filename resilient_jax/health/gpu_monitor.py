@@ -48,11 +48,9 @@ class _Watched:
     Attributes:
         label: name of the GPU, for people; kept from before the GPU was lost.
         uncorrected_ecc: errors that are known; those of before the first reading count as known.
-        findings: findings of the last reading.
         num_hot: readings in a row that were hot.
         num_cool: readings in a row that were not.
         num_throttled: hot readings since the GPU was reported as throttled; 0: the GPU is not.
-        throttling: the description of the last hot reading.
     """
 
     label: str

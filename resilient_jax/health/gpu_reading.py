@@ -11,7 +11,6 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
         uuid: as NVML writes it; empty if NVML does not tell.
         name: name of the product; empty if NVML does not tell.
         temperature_c: degrees Celsius.
-        max_clock_mhz: the highest clock that the GPU may have.
         throttle_bits: why clocks are lower than they could be, as bits of `gpu_health.THROTTLE_REASONS`.
         uncorrected_ecc: uncorrected memory errors since the driver was loaded, or the GPU was reset.
         is_page_pending: whether pages of the GPU's memory are retired by the next reset (before Ampere).

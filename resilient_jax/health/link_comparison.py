@@ -29,8 +29,6 @@ class SlowestLink(msgspec.Struct, frozen=True, kw_only=True):
         peer: index of the host at the other end of the link; None: the host is slow with all that it was paired with.
         ratio: how many times as long an exchange takes as before.
         usual: median ratio of other links at the same time.
-        seconds: seconds of the exchange now.
-        before_s: seconds of the exchange before.
     """
 
     host: int

@@ -64,8 +64,6 @@ class FindingClosed(msgspec.Struct, frozen=True):
     """Something is no longer slow, or gone.
 
     Attributes:
-        finding: the finding as it was opened.
-        step: step in which the end was seen.
         reason: text for people.
     """
 
@@ -82,7 +80,6 @@ class _Excess(msgspec.Struct, frozen=True):
 
     Attributes:
         observed_s: time of the whole step.
-        predicted_s: time predicted by the fit.
         excess_s: time beyond what the peers made likely.
         input_s: time beyond the usual wait for data.
     """

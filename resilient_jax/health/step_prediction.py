@@ -16,7 +16,6 @@ class StepPath:
 
     Args:
         orders: tasks of each host in order, as `order_tasks` returns them.
-        routes: routes of the microbatches.
     """
 
     def __init__(self, orders: Mapping[HostName, Sequence[Task]], routes: Routes) -> None:

@@ -68,7 +68,6 @@ class SeriesState(msgspec.Struct, frozen=True, kw_only=True):
         ratio: observed over predicted, over the median of peers.
         typical_ratio: the median ratio of the suspicious steps in a row, which one long step does not change; else the
             ratio of this step.
-        is_slow: the criteria are met.
         is_healthy: the ratio has been within 10 % for long enough.
         streak: suspicious steps in a row, `MAX_STREAK_SAMPLES` at most.
         since_step: first of the suspicious steps in a row.

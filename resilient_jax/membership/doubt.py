@@ -33,7 +33,7 @@ def find_trusted_step(state: MembershipState) -> int | None:
 
 
 def find_corrupt_hosts(state: MembershipState) -> frozenset[HostName]:
-    """Return the hosts that compute wrongly, as any live worker has found. They take no part any more.
+    """Return the hosts that compute wrongly, as any live worker has found. Such hosts take no part any more.
 
     They leave by themselves, too, but may be interrupted before they learn what they are.
     """

@@ -71,7 +71,6 @@ def note_stage_hosts(
 
     Args:
         state: has the generation that ends.
-        formed: the next generation.
     """
     stage_hosts = _list_stage_hosts(state.generation, formed, decision)
     order = list_order(state.generation, kept)

@@ -39,7 +39,6 @@ def expect_members(
 
     Args:
         state: the state as it is about to be; its members train.
-        kept: members that stay.
         speeds: speeds by which layers are divided after the change.
         copy_timeout_s: after this time the members pause, whether all have their copies or not.
     """

@@ -18,10 +18,8 @@ def begin_pause(
     """Return the next number, in PAUSE: what was wrong in the present one, whose members train, is over.
 
     Args:
-        reason: reason of the change, for people.
         next_members: members that blocks are copied for; None: no blocks are copied.
         taken_out: slow host that the change leaves out; None: the change leaves none out.
-        ends_job: whether the job ends at the boundary.
     """
     return msgspec.structs.replace(
         generation,

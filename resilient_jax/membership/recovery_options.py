@@ -87,7 +87,6 @@ class Admission:
     Attributes:
         places: hosts that the job has at most.
         training: the hosts that train.
-        joining: the hosts that are ready to join.
         awaited: the other hosts that are expected back, the soonest first.
         new_world_because: why the ready hosts cannot join in place; empty if they can.
         is_last_copy: whether the next loss may be that of the state.
@@ -133,7 +132,6 @@ def price_job(history: JobHistory, hosts: Collection[HostName], joining: Collect
 
     Args:
         hosts: hosts that train from the change on, those that join included.
-        joining: hosts that join.
     """
     measured = {time.change: time.typical_s for time in history.times}
     next_failure_s = 1 / estimate_rate(history, hosts)

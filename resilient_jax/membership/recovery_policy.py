@@ -60,10 +60,8 @@ class Choice:
     """What the policy has chosen.
 
     Attributes:
-        action: action of the first option.
         reason: one sentence for people.
         options: all options, the chosen one first, then by score.
-        next_failure_s: expected time to the next failure.
         wait_s: the longest time for which the job waits, or keeps a stage or axes; 0: the action is carried out.
         num_awaited: number of hosts waited for: the first ones of those expected back.
     """

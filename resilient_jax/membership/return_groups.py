@@ -59,8 +59,6 @@ def list_phases(
         first: the pause, and the speed after it.
         ready: hosts that train after the choice, by their devices; those that come back are counted from here.
         later: groups of hosts that come back, timed from the moment of the choice.
-        join_s: the pause of each join.
-        places: places of the job.
     """
     phases, now_s = [first], first.pause_s + (first.training_s or 0.0)
     for group in later:

@@ -58,7 +58,6 @@ def count_standby_devices(slowdown: Slowdown, num_standby: int) -> Slowdown:
     host is as fast as a sound host in its place would be.
 
     Args:
-        slowdown: slowdown as a worker has estimated it.
         num_standby: sound devices of the slowest host that the host's worker does not use.
     """
     slow = slowdown.slow_devices

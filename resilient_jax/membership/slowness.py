@@ -174,10 +174,6 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
 
     A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
     could not be taken out again. A worker that is no member any more is not about to be started again.
-
-    Args:
-        generation: the generation that forms.
-        quarantined: hosts in quarantine.
     """
     slowness, taken_out = generation.slowness, generation.taken_out
     if (
@@ -235,7 +231,6 @@ def _is_spare_coming(without: MembershipState, rest: list[HostStatus], config: M
 
     Args:
         without: the state as if the slow host were taken out.
-        rest: members without the slow host.
     """
     preparing = [
         status

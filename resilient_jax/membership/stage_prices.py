@@ -22,7 +22,6 @@ def price_cut(stage: StageLoss, present: float, seconds: Mapping[TimedChange, fl
 
     Args:
         present: the speed before the loss, as a part of the speed of all hosts of the job.
-        seconds: how long each change takes.
     """
     return Phase(pause_s=_find_pause_s(seconds) + stage.move_s, speed=present * stage.cut)
 

@@ -44,7 +44,6 @@ class StateOrigin:
 
     Attributes:
         step: steps of the state; 0 if there is none.
-        sources: members that have the complete state.
         part_holders: members that have the state together, each a part.
         snapshot: snapshot that has the state, if the members do not have it; with parts, the snapshot to go back to.
     """
@@ -165,7 +164,6 @@ def form_next_generation(
     """Build the next generation.
 
     Args:
-        kept: members that go on.
         state_loss: loss of the job's state, if it was just found out; None: no loss.
         spare_seats: spare seats of a new world; 0 for a host that no other can join, whose devices then need no network
             between them.

@@ -17,7 +17,6 @@ class MicrobatchRequest:
     Attributes:
         program_cost: cost of the program, for one example.
         microbatch_size: examples that a replica computes at a time, under every plan.
-        num_microbatches: microbatches of a step.
         axes: sizes that are given; the search chooses all others.
         evaluation_size: examples of an evaluation's microbatch, which FSDP shards, too; None: as in training.
     """

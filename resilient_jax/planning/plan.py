@@ -53,7 +53,6 @@ class ReplicaClass:
 
     Attributes:
         speeds: (part of the healthy speed, host slots) of one replica, fastest first.
-        layers: layers of each stage.
         quotas: (replicas, microbatches of each), those with more first.
         stage_s: time of a microbatch on the slowest stage, without transfers.
         transfer_s: time until a neighboring stage has a result; 0 for one stage.

@@ -19,7 +19,6 @@ class PlanRequest:
     Attributes:
         topology: all hosts, also those that the plan may not use.
         global_batch: sequences in a step.
-        number_format: number format of the matrix products.
         pipeline_repeats: chunks of layers on each pipeline stage (interleaved schedule).
     """
 

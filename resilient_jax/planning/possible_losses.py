@@ -35,7 +35,6 @@ class PossibleLoss:
     Attributes:
         kind: such as "a device", or "a rack".
         names: what is lost, as `Topology.without` takes it.
-        num_alike: how many losses of this kind there are.
     """
 
     kind: str

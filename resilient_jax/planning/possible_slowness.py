@@ -73,7 +73,6 @@ def estimate_possible_slowdown(
     """Return what a slow host or device costs, and what each action would make of it, by the cost model.
 
     Args:
-        topology: topology on which the plan runs.
         used: the devices on which the host would go on without the slow one; (): the host cannot do without that
             device.
         min_replicas: as in `replan`.

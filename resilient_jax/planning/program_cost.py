@@ -220,7 +220,6 @@ class FsdpGathers(NamedTuple):
 
     Attributes:
         passes: passes that gather: 2: forward and backward; 1: once, and kept.
-        pieces: collectives of a pass.
     """
 
     passes: int

@@ -87,7 +87,6 @@ def estimate_failure_rate(num_hosts: int, failures: int, observed_s: float) -> f
 
     Args:
         failures: failures of these hosts in the job so far.
-        observed_s: how long the job has run.
 
     >>> 1 / estimate_failure_rate(1, 0, 0.0) / HOUR_S
     6337.5

@@ -87,9 +87,6 @@ def search_plans(
 ) -> tuple[Plan, ...]:
     """Return the best plans, no two with the same replica axes, the fastest first; most arguments are `search_plan`'s.
 
-    Args:
-        top: the most plans that are returned.
-
     Raises:
         PlanError: as of `search_plan`.
     """

@@ -53,7 +53,6 @@ def tighten_layer_limits(
     nothing is returned therefore visits, for each split, one that is no slower and has no more on its fullest stage.
 
     Args:
-        layout: layout of a pipeline.
         classes: all block classes of the layout, at least one.
     """
     state, found = cost_model.memory.count_state(layout.axes), []

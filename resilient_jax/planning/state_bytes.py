@@ -21,7 +21,6 @@ class PartBytes(NamedTuple):
         gradients: the sum of a step's gradients.
         optimizer: optimizer state, and all else that is neither parameter nor gradient.
         gathered: parameters in the dtype of matrix products, as FSDP gathers them.
-        gathered_gradients: gradients before FSDP scatters them.
     """
 
     parameters: float = 0.0

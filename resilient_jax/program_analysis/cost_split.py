@@ -134,7 +134,6 @@ def split_cost(
 
     Args:
         remat: the same program, rematerialized; None: plans cannot use rematerialization.
-        measured: costs as XLA counts them.
     """
     # With P_f, P_g the FLOPs of matrix products in the forward pass and in the gradient, T_f, T_g all FLOPs:
     # backward products P_g - P_f, other FLOPs forward T_f - P_f, backward T_g - P_g - (T_f - P_f).

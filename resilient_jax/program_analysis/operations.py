@@ -34,10 +34,7 @@ class Operation:
     """One application of a JAX primitive.
 
     Attributes:
-        name: name of the primitive.
         inputs: arrays that the operation reads; None for a literal.
-        outputs: arrays that the operation writes.
-        iterations: how often the operation runs.
     """
 
     name: str

@@ -66,7 +66,6 @@ class ProgramDescription:
     """What a program computes.
 
     Attributes:
-        digest: digest of the whole description.
         lines: `name: value`, what the program consists of: for telling two programs apart where their digests differ.
     """
 

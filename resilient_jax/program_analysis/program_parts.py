@@ -47,7 +47,6 @@ def assign_parts(
     """Return the parts of the operations of a forward pass.
 
     Args:
-        trace: trace of the forward pass.
         parameters: parameters among the trace's inputs, with their positions among the layers.
         batch: inputs of the trace that are the batch.
     """
@@ -74,7 +73,6 @@ class _DataFlow:
     """The values that depend on the batch, and the operations that combine them with parameters.
 
     Attributes:
-        dependent: values that depend on the batch.
         parameter_uses: maps the index of each operation on such values to the parameters that the operation uses, if
             any.
     """

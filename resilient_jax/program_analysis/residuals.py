@@ -73,7 +73,6 @@ def count_residual_bytes(
 
     Args:
         trace: trace of `compute_residuals`.
-        propagated: sharding of the same trace.
     """
     # The operands of matrix products are written to memory in any case, so no fusion recomputes them.
     in_memory = {
@@ -103,7 +102,6 @@ def count_block_residual_bytes(
 
     Args:
         trace: trace of `compute_residuals`.
-        propagated: sharding of the same trace.
     """
     total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
     found = {value for value in trace.outputs if value is not None and value in propagated.kinds}

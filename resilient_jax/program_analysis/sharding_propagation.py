@@ -94,8 +94,6 @@ def propagate_sharding(
     """Return what shards each operation of a forward pass.
 
     Args:
-        trace: trace of the forward pass.
-        parts: part of each operation.
         names: names of the dims of the trace's inputs that are parameters.
         batch: inputs of the trace that are the batch.
         mesh_axes: maps a logical name to the axis that shards its dims.

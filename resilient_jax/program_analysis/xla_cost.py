@@ -121,7 +121,6 @@ class ShardedArguments(NamedTuple):
     Attributes:
         arguments: global arrays, of all devices together.
         in_shardings: a sharding, or a tree of shardings, for each argument.
-        out_shardings: sharding of the result.
     """
 
     arguments: tuple[Any, ...]

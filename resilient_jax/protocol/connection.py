@@ -98,7 +98,6 @@ class MessageDecoder(Generic[ReceivedT]):
 
         Args:
             data: bytes of one read.
-            descriptors: descriptors that came with the read.
             is_truncated: whether the kernel dropped descriptors (MSG_CTRUNC).
 
         Raises:

@@ -33,7 +33,6 @@ class KeptItems(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         start: index of the first item.
-        count: number of items.
     """
 
     start: int

@@ -9,7 +9,6 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token.
 
     Attributes:
-        host: host of the leading agent.
         agent_id: id that is new with each start of the agent.
         endpoint: host:port at which the leader listens.
     """

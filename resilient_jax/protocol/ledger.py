@@ -13,7 +13,6 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     """One host has committed a step.
 
     Attributes:
-        pid: process id of the worker.
         step: index of the step that is done.
         num_hosts: hosts that commit the step in this generation.
         state_sha256: SHA-256 of the complete state after the step; empty where the host has only a part of it.

@@ -129,26 +129,21 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         earlier_stage_hosts: the hosts of replicas before, oldest first: those of the first generation in their order.
             Each order follows from the one before it. Empty: there were none, or `stage_hosts` are in theirs.
         plan_axes: names and sizes of the planned axes that every worker takes. Empty: each worker finds the best plan.
-        plan_constants: constants of the cost model by which every worker plans. Empty: the constants that the worker
-            was given.
+        plan_constants: constants of the cost model by which workers plan. Empty: those that each was given.
         newcomers: the workers, and standbys, that were given a seat while others train; newcomers join, or may.
         spares: the hosts for which there was no place when the last seat of a newcomer was given.
-        service_address: address of the world's coordination service; empty until the address is known, and if the
-            service ended before this generation.
+        service_address: address of the world's coordination service; empty: not known yet, or the service has ended.
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         boundary_step: in a planned change, the first step that is not run before the change.
-        ends_job: whether the job ends at the boundary, as all members got a notice: members save checkpoints before the
-            boundary.
+        ends_job: whether the job ends at the boundary, before which members save checkpoints: all got a notice.
         parts_stay: whether the members after the boundary have all of the state in parts: no snapshot is waited for.
-        next_members: the members that a planned change leads to, where blocks are copied before the change; None:
-            nothing is copied.
+        next_members: members after a planned change for which blocks are copied before; None: nothing is copied.
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
         is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
             more or less, as members find out. Receivers have no part yet; there are no sources.
-        snapshot: the snapshot that has the state of `step`, if the members do not have that state; then there are no
-            sources. With a state in parts, the snapshot to go back to. None again once all members have resumed from
-            it.
+        snapshot: the snapshot that has the state of `step`, if members do not have it; then there are no sources. With
+            a state in parts, the snapshot to go back to. None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
         trusted_step: states of more steps are in doubt; None again once all members have resumed from another state.
         unreadable_snapshots: the snapshots that turned out to be corrupt beyond their parity.
@@ -158,8 +153,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         losses_left: how many more hosts may be lost before the state is. 0: redundancy is urgent. None: no state.
         keeps_workers: whether the workers of a world outlive the loss of one of them.
         protection: when the members take snapshots, as decided when the generation was formed.
-        initial_generation: the generation in which the job began with its initial state; snapshots of earlier ones are
-            void.
+        initial_generation: generation of the job's start with its initial state; snapshots of earlier ones are void.
         attempts: how many times in a row a world was built at this step without finishing it.
         are_parts_doubtful: whether parts of the state may not fit together, after a failure that no death explains, and
             before all members have finished a step since.
@@ -310,12 +304,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
             have; known once a step is finished. While idle it is that of `step`. None: nothing.
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
         copied: while idle: the newest snapshot of which this host's snapshot server has the part of this host.
-        checkpoint_step: the step of the newest finished checkpoint on storage when the worker last looked for one while
-            idle: training would resume there without a state in memory. None: there is no checkpoint, or training saves
-            none.
+        checkpoint_step: step of the newest finished checkpoint on storage when the worker last looked while idle:
+            training would resume there without a state in memory. None: there is none, or training saves none.
         saves_on_notice: whether the training saves checkpoints: before the job ends after a notice, too.
-        is_polling_checkpoints: whether `checkpoint_step` is outdated: the worker has not looked since the worker became
-            idle.
+        is_polling_checkpoints: whether `checkpoint_step` is outdated: the idle worker has not looked yet.
         earliest_stop_step: the answer to a pause: the worker can stop before this step.
         has_formed: whether the world of `generation` is built and the state is there.
         has_finished_step: whether a step has been finished in `generation`, so all cliques of the world exist.
@@ -327,11 +319,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         trusted_step: while idle: states of more steps are in doubt, as this worker found in its last attempt.
         corrupt_hosts: the hosts because of which these states are in doubt, and which must take no part any more.
         entered: the generation in which the worker has trained last, or trains.
-        detached_from: the world whose service the worker has found dead: no clique is formed there any more; None: no
-            world.
+        detached_from: world whose service the worker has found dead: no clique is formed there any more; None: none.
         slow_hosts: from the worker that is the first of its generation: hosts that are slow, and which of their parts.
-        slowdown: from the same worker: what slow hosts cost, once slowness has lasted; None: nothing that is worth a
-            change.
+        slowdown: from the same worker: what slow hosts cost, once that has lasted; None: not worth a change.
         plans: from the first nine workers and some others: what losses would make of planned axes; None: not known.
     """
 
@@ -371,10 +361,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: the number of the worker's start; a later start on this host has a greater one.
         pid: the worker's process id.
         report: what the worker last reported.
-        is_unresponsive: whether the process is stopped (SIGSTOP), or the process's guard thread has sent nothing for
-            too long.
-        is_dying: whether the threads of the worker have ended; the exit code follows when the kernel has freed the
-            worker's memory.
+        is_unresponsive: whether the process is stopped (SIGSTOP), or its guard thread was silent for too long.
+        is_dying: whether the worker's threads have ended; the exit code follows when the kernel has freed the memory.
         memory_mib: resident memory of the worker when it was last ready to join, in MiB; 0 before.
         exit_code: the exit code as Python's subprocess gives it: negative for a signal. None while the worker runs.
         error: the end of what the worker wrote to standard error, when the worker exited by itself.
@@ -429,8 +417,7 @@ class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: what the process is doing.
         pid: the process id of the standby.
         memory_mib: resident memory of the standby when it became ready, in MiB; 0 before.
-        worker: what the standby reports where the standby is a complete worker (`standby = "seat"`); None for other
-            kinds.
+        worker: report of a standby that is a complete worker (`standby = "seat"`); None for other kinds.
     """
 
     state: StandbyState
@@ -460,20 +447,16 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
             of the same generation are in `HostProgress` only.
         standby: the process that waits to replace the worker; None: none runs.
         program: the id of the program that the host runs; empty before the host has asked the others for theirs.
-        changed_program: the files of the program that have changed on disk since the program began, for people; empty:
-            none.
-        gpus: what is wrong with GPUs of the host now, for people: a sentence each; empty if nothing is wrong, or GPUs
-            are not watched.
+        changed_program: files of the program that have changed on disk since its start, for people; empty: none.
+        gpus: what is wrong with GPUs of the host now, a sentence each for people; empty: nothing, or not watched.
         num_devices: devices of the host, also those that are out; 0: only JAX knows.
         num_used: how many devices a worker uses that starts now; 0: all.
         standby_devices: how many devices are sound and stand by: the host's worker uses others.
-        ended_for_return: the last worker that the agent ended because a device was back; 0: no worker. Such an end is
-            no failure.
+        ended_for_return: last worker that the agent ended because a device was back, which is no failure; 0: none.
         gpu_uuids: ids of the host's GPUs, in order of the GPUs' numbers; empty if not known.
         reach: which members this host reaches; None: the members go on, or the host has not looked yet.
         metrics: the metrics that the worker had last reported, by name.
-        step: the number of steps that the worker had committed when this was written; a newer number is in
-            `HostProgress`.
+        step: steps that the worker had committed when this was written; a newer number is in `HostProgress`.
         num_steps: steps that the worker will have committed in the end; 0: not known.
     """
 

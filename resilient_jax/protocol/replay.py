@@ -18,7 +18,6 @@ class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: step that is asked for: the replay begins with a checkpoint of at most so many steps.
-        last_step: the last step to compute.
         output: path of the file that digests are written to.
         from_start: whether to begin with the initial state if there is no such checkpoint.
     """

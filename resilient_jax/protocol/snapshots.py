@@ -43,9 +43,7 @@ class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parts and parity of a generation's snapshots are. Every worker computes the same.
 
     Attributes:
-        generation: generation that takes the snapshots.
         groups: groups of hosts; every host is in one group.
-        part_bytes: bytes of each host's part.
         server_endpoints: address of each host's snapshot server.
         root: the host whose server counts the complete hosts.
     """

@@ -21,7 +21,6 @@ class RunEntry(msgspec.Struct, frozen=True, tag="run", kw_only=True):
         command: absolute path of the script, and its arguments.
         working_directory: directory in which the process was started.
         platform: JAX's name for the devices, such as "cpu".
-        num_devices: devices of the host.
         script: description of the script, as `describe_script` returns it.
         wall_s: when the process began, in seconds since 1970.
     """
@@ -40,7 +39,6 @@ class SumDigest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         digest: hexadecimal digits.
-        num_microbatches: microbatches of the step.
         reduction: how microbatches were added up; the digest of a "fast" sum depends on the hosts.
         replica: the shape of the replicas, on which the bits of a microbatch depend.
     """

@@ -154,11 +154,7 @@ class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StacksTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The stacks of all threads, for a file of the run folder.
-
-    Attributes:
-        why: why the stacks were taken.
-    """
+    """The stacks of all threads, for a file of the run folder."""
 
     why: str
     stacks: str

@@ -118,7 +118,6 @@ def propagate_batch_dims(jaxpr: core.Jaxpr, dims: BatchDims) -> BatchDims:
 
     Args:
         jaxpr: jaxpr of a program, or of a body in a program.
-        dims: batch dims of the jaxpr's arguments.
     """
     return tuple(walk(jaxpr, dims, _propagate, read_constant=lambda _: None, read_literal=lambda _: None))
 

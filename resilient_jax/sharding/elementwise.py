@@ -127,7 +127,6 @@ def apply_elementwise(closed: core.ClosedJaxpr, arguments: Sequence[Any]) -> lis
     """Return the results of a program for arguments of which some are raveled.
 
     Args:
-        closed: the program.
         arguments: arrays, and `RaveledArray` of those that `find_elementwise` found. All vectors of one shape are
             padded to one length.
     """

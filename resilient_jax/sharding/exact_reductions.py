@@ -59,7 +59,6 @@ class InexactOperation:
     """An operation whose bits may depend on how its arrays are sharded.
 
     Attributes:
-        primitive: JAX's name of the primitive.
         shape: shape of the operation's first floating-point array.
         arguments: indexes of the program's arguments that the operation is computed from.
     """

@@ -105,7 +105,6 @@ def read_holder_array(array: jax.Array, local: Mesh) -> jax.Array | None:
     """Return this host's array of one that holders have; None: it has none.
 
     Args:
-        array: array over a mesh of this module.
         local: mesh of this host's devices.
     """
     shards = array.addressable_shards

@@ -70,7 +70,6 @@ class InlinedEquation:
     """An equation of a program whose calls are inlined.
 
     Attributes:
-        equation: as it stands in the jaxpr that has it.
         operands: literals, or names of values.
         results: names of values.
     """
@@ -181,7 +180,6 @@ class Body(NamedTuple):
     Attributes:
         parameter: name of the equation's parameter that holds the jaxpr.
         jaxpr: jaxpr without its constants.
-        consts: values of the jaxpr's constants.
         is_closed: whether JAX holds the jaxpr together with its constants.
     """
 

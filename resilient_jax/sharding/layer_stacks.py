@@ -44,7 +44,6 @@ def find_layer_positions(
     """Return the position of each parameter.
 
     Args:
-        shapes: shapes of all parameters, by path.
         names: names of the dims of each parameter, by path.
     """
     stacked = {path: dims.index(LAYERS) for path, dims in names.items() if LAYERS in dims}

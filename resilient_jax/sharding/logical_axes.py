@@ -69,7 +69,6 @@ def name_dims(
     Args:
         path: path of the parameter in the model's tree.
         metadata_names: names in the model's metadata, by path.
-        logical_axis_rules: rules, and the known names.
 
     Raises:
         CallerError: there are more names than dims, or a name without an entry in `mesh_axes`.

@@ -52,7 +52,6 @@ class StatePartitioner:
 
     Args:
         program_cost: cost of the program; its tensors name the dims.
-        sizes: sizes of a plan's axes.
         logical_axis_rules: rules for what the program cost does not have.
     """
 
@@ -156,7 +155,6 @@ def make_batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: in
 
     Args:
         batch: arrays or their shapes; the first dim of each is the batch dim.
-        sizes: sizes of the plan's axes.
         sequence_tokens: tokens of an example; the axis `sequence` shards second dims of this size. None: examples are
             no sequences.
 

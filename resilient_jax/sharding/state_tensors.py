@@ -31,7 +31,6 @@ class ParameterInfo:
     Attributes:
         path: path in the tree of parameters.
         shape: shape with the dim over which layers are stacked, if there is one.
-        itemsize: bytes of one element.
         names: logical names of all dims, those over which layers are stacked included.
         position: position of the parameter among the layers.
     """

@@ -63,7 +63,6 @@ class PartManifest(msgspec.Struct, frozen=True):
     """One host's part of a snapshot.
 
     Attributes:
-        host: host of the part.
         checksum: algorithm of `block_checksums`.
         block_bytes: length of a block; the last block of a part may be shorter.
         block_checksums: checksum of each block, in order.

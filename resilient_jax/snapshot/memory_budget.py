@@ -97,8 +97,6 @@ def check_memory(
     """Check that snapshots fit into the free memory.
 
     Args:
-        free: memory as `read_free_memory` returned it.
-        host: name of the host in the message.
         reclaimed_bytes: bytes of earlier slots, which the new ones reuse or replace.
 
     Raises:

@@ -220,7 +220,6 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ask the bulk server for bytes of the host's own part, or of a parity chunk that it keeps.
 
     Attributes:
-        row: row of the parity chunk.
         offset: bytes from the start of the part or chunk.
         verify: whether the server verifies the blocks and sends a digest of the bytes. Otherwise the client must verify
             what it computes from the bytes, which takes one pass over them instead of three.
@@ -239,7 +238,6 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         stripe: index of the stripe in the group.
-        row: row of the stripe's parity.
         offset: bytes from the start of the chunk, a multiple of `PARITY_PIECE_BYTES`.
         checksum: the algorithm of `checksums`.
         checksums: checksum of each block of `data`.

@@ -62,7 +62,6 @@ def describe_weaknesses(
 
     Args:
         groups: from `form_parity_groups`.
-        parity: parity that was requested.
         domain_of: the same as passed to `form_parity_groups`.
     """
     found = min((group.parity for group in groups), default=parity)

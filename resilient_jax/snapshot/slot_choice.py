@@ -31,7 +31,6 @@ def choose_slot(
 
     Args:
         contents: the snapshot in each slot; None for an empty slot.
-        generation: generation of the next snapshot.
     """
     for index, held in enumerate(contents):
         if held is None:

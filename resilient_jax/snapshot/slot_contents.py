@@ -48,7 +48,6 @@ class SlotContents:
     Attributes:
         layout: layout of the snapshot's generation.
         group: the parity group of this host, and `member_index` the index of this host there.
-        phase: phase that the header records.
         writer: the session of the worker that may write to the part; None when no worker may.
         drop_reason: why the snapshot will not be completed; empty if it may be.
         wall_s: time of day at which the snapshot became complete.

@@ -57,8 +57,6 @@ class SlotLayout:
 
     Attributes:
         part_bytes: bytes of this host's part.
-        parity_rows: parity chunks that this host keeps.
-        grid: grid of the host's group.
     """
 
     part_bytes: int

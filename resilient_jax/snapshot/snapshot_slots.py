@@ -42,7 +42,6 @@ class SnapshotSlots:
     """The snapshots of one host, by the rules above; safe to share between threads.
 
     Attributes:
-        host: host of the slots.
         changed: a condition whose lock guards the slots and all contents; notified at every change.
     """
 

@@ -29,9 +29,7 @@ class StripeShard(NamedTuple):
 
     Attributes:
         number: index of the shard in the stripe.
-        host: host that has the shard.
         region: the host's part, or a parity chunk that the host keeps.
-        row: row of the parity chunk.
         offset: bytes from the start of the region to the shard's first byte.
     """
 
@@ -95,7 +93,7 @@ class StripeDecoder:
         excluded: frozenset[HostName] = frozenset(),
         verify: bool = False,
     ) -> None:
-        """Decode bytes of a host's part. They are correct only if all shards are, so the caller verifies them.
+        """Decode bytes of a host's part. Wrong shards make wrong bytes, so the caller verifies the bytes.
 
         Args:
             host: a member of the group, which is not read from.

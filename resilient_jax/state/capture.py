@@ -125,9 +125,6 @@ class SnapshotCapture:
         """Begin a snapshot, unless a previous one still reads its arrays; return at once.
 
         Args:
-            id: number of the snapshot.
-            partition: the slices that each host copies.
-            leaves: leaves of the state, computed.
             strings: leaves that are strings, by path; these go into the manifest.
 
         Raises:

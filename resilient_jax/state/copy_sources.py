@@ -32,9 +32,7 @@ class CopyTask(NamedTuple):
     """A slice of a leaf that is to be copied into the part.
 
     Attributes:
-        path: path of the leaf.
         box: the slice's box of the leaf.
-        itemsize: bytes of an element.
         offset: bytes from the start of the part.
         sources: arrays whose disjoint `wanted` boxes cover `box`.
     """

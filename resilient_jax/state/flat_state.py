@@ -78,7 +78,6 @@ class FlatState:
     """The state after `step` committed steps.
 
     Attributes:
-        leaves: arrays of the state.
         strings: leaves that are strings, by path; the same on every host.
     """
 

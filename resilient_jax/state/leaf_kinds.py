@@ -93,8 +93,6 @@ class AbstractHostLeaf:
     """A leaf in host memory without its value, beside `jax.ShapeDtypeStruct` in an abstract tree.
 
     Attributes:
-        shape: shape of the array that keeps the leaf.
-        dtype: dtype of the array that keeps the leaf.
         kind: one of `HOST_KINDS`.
     """
 

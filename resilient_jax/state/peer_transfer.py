@@ -154,8 +154,6 @@ def fetch_state(
     """Return the state from the first source that sends all of it.
 
     Args:
-        generation: generation that continues from the state.
-        sources: the workers that have the state.
         first_source: index, modulo the number of sources, of the source that is tried first.
         transfer: lets another thread cancel the fetch.
         check: called between chunks, and when a source has failed; an exception that this call raises ends the

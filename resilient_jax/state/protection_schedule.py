@@ -37,7 +37,6 @@ class ProtectionSchedule:
     """The snapshots of one generation.
 
     Attributes:
-        first_step: step of the generation's first commit.
         every: steps between two snapshots; None while the interval is measured.
         first_offset: steps after the first until the first snapshot.
         is_disabled: whether no snapshot is taken in this generation.

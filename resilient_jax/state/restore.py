@@ -48,7 +48,6 @@ def restore_snapshot(
 
     Args:
         abstract: abstract tree as `make_abstract_state` returns it.
-        reader: reader of the parts of all hosts.
         sharding: sharding of each JAX array; None: this process's first device.
         failpoint: passes failpoints, where a test may stop this process.
 

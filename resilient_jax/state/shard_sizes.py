@@ -12,7 +12,6 @@ class ShardSizes(NamedTuple):
     """Bytes of a state.
 
     Attributes:
-        bytes: bytes of the global arrays.
         bytes_here: bytes of the distinct shards on this host, padding included.
         bytes_everywhere: bytes of the arrays that this host has complete, which are not sharded.
     """

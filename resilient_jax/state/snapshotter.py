@@ -423,7 +423,6 @@ def check_description_size(description_bytes: int, state: FlatState) -> None:
 
     Args:
         description_bytes: bytes of the description without the strings.
-        state: state to be snapshotted.
 
     Raises:
         CallerError: the description is too long; the message has its size and the longest string.

@@ -36,7 +36,6 @@ class StatePartition:
 
     Attributes:
         slices: slices of each host's part, in order of their offsets.
-        part_bytes: bytes of each host's part.
         replicated_on: hosts that have every element of every leaf.
     """
 
@@ -54,7 +53,6 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
 
     Args:
         leaves: leaves of a state; only their shapes, dtypes and shardings are read, not their values.
-        host_of: returns the host of a device.
         hosts: all hosts of the generation, in the same order on each.
 
     Raises:

@@ -121,7 +121,6 @@ def match_tree(
         sharding: sharding of each array, by its path as `jax.tree_util.keystr` writes it and its abstract value.
         source: where the arrays are from, for the error.
         expected: what was expected, and what to do, for the error.
-        format_path: how the paths of `found` are formatted.
         is_initial: whether leaves in host memory that have a sharding are placed by that sharding, as before step 0.
             Later such leaves are where the script has put them.
 

@@ -38,7 +38,6 @@ class ChangeHistory:
 
         Args:
             first_revision: revision of the store while it is empty.
-            keep_revisions: number of the last revisions to keep.
             keep_bytes: approximate memory of the history.
         """
         assert keep_revisions > 0, keep_revisions
@@ -83,7 +82,6 @@ class ChangeHistory:
 
         Args:
             prefix: "" for every key.
-            from_revision: the first revision to read.
             max_bytes: the approximate limit; as a revision is never split, one may exceed it.
             last_revision: the last revision to read; later ones are not in the journal yet.
 

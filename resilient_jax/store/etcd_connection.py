@@ -119,7 +119,6 @@ class EtcdConnection:
             timeout_s: the limit of all attempts together.
             is_repeatable: whether the request may be carried out twice. If not, the request is sent again only where it
                 was certainly not carried out.
-            fields: fields of the request message.
 
         Raises:
             PeerUnreachable: no member answered; the request may have been carried out or not.

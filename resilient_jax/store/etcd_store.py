@@ -85,9 +85,7 @@ class EtcdStore(TransactionStore):
         Args:
             tls: certificates of a cluster that is served over TLS; None: without.
             keep_revisions: revisions of the history that are kept at least; at most twice as many are.
-            call_timeout_s: the limit of each call.
             resume_timeout_s: how long a broken watch tries to resume.
-            clock: clock that measures the timeouts.
 
         Raises:
             ConfigError: a TLS file cannot be read.
@@ -161,7 +159,7 @@ class EtcdStore(TransactionStore):
         return TransactionResult(succeeded=bool(response.succeeded), revision=revision, responses=responses)
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """Return a new lease; see `Store.grant`. It may last longer than asked for."""
+        """Return a new lease; see `Store.grant`. The lease may last longer than asked for."""
         check_ttl(ttl_s)
         return LeaseId((await self._call(LEASE_GRANT, is_repeatable=True, TTL=math.ceil(ttl_s))).ID)
 

@@ -47,9 +47,7 @@ class StoreImage(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
     Attributes:
         store_id: the same for as long as the store's journal lives.
         revision: revision of the last change.
-        key_values: all keys of the store.
         leases: times to live in seconds, by lease.
-        next_lease: number of the next lease.
     """
 
     store_id: str

@@ -75,7 +75,6 @@ class MemoryStore(TransactionStore):
         """Return the store that a journal is of, or a new one whose journal this will be.
 
         Args:
-            clock: clock that measures leases.
             keep_revisions: number of revisions that a watch may resume from.
             on_trouble: called with why the journal cannot be written, once; with an empty text when the journal can be
                 written again. Until then nothing changes in the store, and leases go on.

@@ -60,9 +60,7 @@ class RemoteStore(TransactionStore):
 
         Args:
             address: host:port of the store.
-            call_timeout_s: the limit of each call.
             resume_timeout_s: how long a broken watch tries to resume.
-            clock: clock that measures the timeouts.
         """
         self.address = address
         self._channel = Channel(address, credentials)

@@ -76,7 +76,6 @@ class StoreStateMachine:
             first_lease: the first lease number; `MemoryStore` passes a random one, so that a lease of a store that
                 died is not mistaken for one of its successor.
             keep_revisions: number of the last revisions that the history keeps.
-            keep_bytes: approximate memory of the history.
         """
         assert first_lease > 0, first_lease
         self.history = ChangeHistory(FIRST_REVISION, keep_revisions=keep_revisions, keep_bytes=keep_bytes)

@@ -31,7 +31,6 @@ async def resume_watch(
     """Yield the events of streams that follow each other, each from where the one before it broke.
 
     Args:
-        from_revision: first revision of the first stream.
         what: the watch in error messages, such as "a watch of 'a/' at 10.0.0.1:7000".
         resume_timeout_s: time after which a watch that does not answer is given up.
         is_closed: whether the store was closed, so that nothing is to be resumed.

@@ -35,7 +35,6 @@ class Stall:
         detected_by: the first event that reported the fault.
         change: how training resumed, "shrink" or "reform".
         generation: number of the generation in which training resumed.
-        num_hosts: hosts of that generation.
         step: first step after training resumed.
     """
 

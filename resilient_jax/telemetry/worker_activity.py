@@ -27,7 +27,6 @@ class Activity:
     """What a process is at work on at a moment.
 
     Attributes:
-        step: step that the task belongs to.
         since_s: monotonic time of the last progress.
         thread: `Thread.ident` of the thread that is at work on the task.
         silences_s: how long earlier silences of this task lasted in this process, in seconds; without the first of each

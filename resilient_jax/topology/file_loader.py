@@ -42,7 +42,6 @@ def decode_topology(text: str, *, source: str) -> Topology:
     """Return the topology in a TOML string.
 
     Args:
-        text: content of a topology file.
         source: name of the text in messages.
 
     Raises:

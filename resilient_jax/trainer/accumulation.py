@@ -25,14 +25,12 @@ def make_microbatch_function(
     key_step: int | None = None,
     update: ProgramDescription | None = None,
 ) -> MicrobatchProgram:
-    """Return a function of a microbatch. It copies the variables to a replica's mesh once.
+    """Return a function of a microbatch, which copies the variables to a replica's mesh once.
 
     Args:
         variables: variables on this host's devices.
-        placement: placement of variables and results.
         example: abstract arrays of a microbatch.
         key_step: step for the random keys; None: the microbatch's step.
-        update: what the update computes of the sum.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 

@@ -99,9 +99,6 @@ class Arranger:
     def arrange(self, world: World, params: Tree) -> Arrangement:
         """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
 
-        Args:
-            params: shapes of the model's parameters.
-
         Raises:
             CallerError: no plan fits; a host is not in the topology.
         """

@@ -143,7 +143,6 @@ class EvaluationProgram:
 
     Attributes:
         compute: `compute(variables, batch, microbatch_id, placement=) -> EvaluationSums`; see `TrainStep`.
-        abstract_sums: the shapes of the sums.
     """
 
     def __init__(

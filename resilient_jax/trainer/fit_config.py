@@ -108,9 +108,6 @@ class FitConfig:
     """The configuration of one `fit`, without arrays.
 
     Attributes:
-        num_steps: steps that are committed in the end.
-        microbatch_size: examples in a microbatch.
-        model: model as the user gave it.
         initial_variables: returns the variables that the initial state has; None: the model makes them.
         planner: planner of the replicas; None: the user specifies replicas.
     """

@@ -73,7 +73,6 @@ class ModelAdapter(abc.ABC):
         """Return the result of `use(model)`, and the variables after it, which may be more than before.
 
         Args:
-            variables: variables as `init` makes them.
             key: key of all random numbers that the model draws.
             use: function that is called with the bound model.
             training: False: the model is in evaluation mode, if the model has one.

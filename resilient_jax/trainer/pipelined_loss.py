@@ -44,8 +44,6 @@ def cut_training_loss(
     """Return the model of a training in blocks, and the sharding of a stage, without devices.
 
     Args:
-        programs: programs of the job's recipe.
-        axes: sizes of the axes of a stage's devices.
         devices: devices of one stage; only their number and kind count.
         may_replicate: as in `StageAxes`.
 
@@ -67,8 +65,6 @@ def make_marked_loss(
     It returns (loss, metrics), with totals and weights by name as `split_weights` gives them.
 
     Args:
-        loss_fn: loss of the training or of an evaluation.
-        tree: tree of the model's variables.
         training: whether the model is applied as in training.
     """
 

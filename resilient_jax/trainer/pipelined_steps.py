@@ -85,9 +85,6 @@ class PipelinedSteps:
         """Cut the model, without an array.
 
         Args:
-            programs: programs of the job's recipe.
-            data: data of the training.
-            axes: axes of this host's devices.
             devices: devices of this host; only their number and kind count.
             why_equal_axes: why all hosts must have as many devices, in words; "": hosts may differ.
 

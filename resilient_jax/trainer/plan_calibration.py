@@ -36,7 +36,6 @@ class JobFit(NamedTuple):
     """A fit to the steps of a job.
 
     Attributes:
-        plan: plan that runs.
         fit: constants fitted to the steps of all plans so far.
         given: the constants that the job began with.
     """
@@ -91,10 +90,6 @@ class PlanCalibrator:
 
     def end_step(self, plan: Plan, seconds: float) -> tuple[StepMeasurement, ...]:
         """Note a step of this generation that waited for no program.
-
-        Args:
-            plan: plan of the generation.
-            seconds: duration of the step.
 
         Returns:
             The measured steps of all plans, the step of this plan last, if constants are to be fitted now; else ().

@@ -34,8 +34,6 @@ class PlanForecast:
     """The losses and joins of one generation.
 
     Args:
-        searcher: searcher of the job's plans.
-        plan: plan of the generation.
         is_ready: whether the programs of a plan are compiled on this host.
     """
 
@@ -185,8 +183,6 @@ def list_likely_groups(sizes: Sequence[int], most: int, limit: int) -> list[tupl
     """Return from which groups hosts may be that are lost, or join, at one moment: the likeliest first.
 
     Args:
-        sizes: hosts in each group.
-        most: the most hosts at one moment.
         limit: the most changes that are returned.
 
     Returns:

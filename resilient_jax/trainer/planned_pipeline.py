@@ -57,8 +57,6 @@ class Stage:
     """Devices that compute some blocks of a replica.
 
     Attributes:
-        name: name of the stage in the routes.
-        sharding: sharding over the stage's devices.
         units: numbers of the units whose state the stage has.
     """
 
@@ -74,7 +72,6 @@ class StageWork:
     Attributes:
         busy_s: seconds in the stage's tasks, without waits for other stages.
         tasks_end_s: when the last of the stage's tasks ended, in seconds since the step began.
-        task_seconds: seconds of each of the stage's tasks.
     """
 
     busy_s: float
@@ -86,7 +83,6 @@ class PlannedPipeline:
     """The steps of a plan with a pipeline; made by `Trainer.compile_plan`.
 
     Attributes:
-        plan: plan that the pipeline follows.
         state_shardings: shardings of a state, for `jax.device_put`: each array is on the devices of its layer's stages
             alone.
         cut: text that says which stage has which blocks, such as `replica-0 0-2 -> 3-5`.
@@ -442,7 +438,6 @@ def _make_joint_mesh(devices: Sequence[Sequence[Any]], local: Mesh) -> Mesh:
     """Return the mesh of arrays that these stages have, each all of it, over the devices of all of them.
 
     Args:
-        devices: devices of each stage.
         local: mesh of one stage, whose axes all stages have.
     """
     grid = np.array([list(own) for own in devices]).reshape(len(devices), *local.devices.shape)

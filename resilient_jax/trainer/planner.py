@@ -75,7 +75,6 @@ def allows_axes_by_host(planner: Planner, topology: Topology, platform: str) -> 
     It depends on nothing but the configuration and the platform, so all hosts run the same update in every generation.
 
     Args:
-        planner: options of the planner.
         topology: topology of all hosts that may take part.
         platform: platform of the devices, such as "cpu".
     """

@@ -72,7 +72,6 @@ class SpeculativeCompiler:
 
         Args:
             number: number of the step in this generation, from 0. The second step waits for no programs.
-            seconds: duration of the step.
         """
         if number == 0:
             self._first_s, self._is_measuring = seconds, False
@@ -168,7 +167,6 @@ class SpeculativeCompiler:
         axes give back. Where they give back much nothing is compiled, and the host is ready sooner.
 
         Args:
-            world: world of the rehearsal.
             best: arrangement for all hosts that is rehearsed.
         """
         axes = world.step_services.plan_axes
@@ -193,7 +191,6 @@ class SpeculativeCompiler:
         """Yield the jobs for likely next worlds, the likeliest first; before them, the search of plans after changes.
 
         Args:
-            world: world of this generation.
             current: the arrangement of this generation, whose programs are compiled already.
         """
         # Of this generation only: programs that were compiled for another one are gone.

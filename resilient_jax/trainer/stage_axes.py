@@ -79,7 +79,6 @@ def fit_stage_axes(
     """Return the axes of a host: those of the job, or, if it has too few devices for them, such as it can have.
 
     Args:
-        num_devices: devices of the host.
         num_examples: examples of a microbatch, which the shares of a host's devices have to divide.
         can_reduce: whether other hosts have more devices, or this host had when the job began.
 
@@ -145,7 +144,6 @@ class FewerDevices:
 
         Args:
             after_loss: what a host does with the devices that are left.
-            found: finding about the host.
         """
         if self.why_equal:
             return f"all hosts of this pipeline have as many devices: {self.why_equal}"

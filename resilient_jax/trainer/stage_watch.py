@@ -76,10 +76,8 @@ class StageWatch:
         placement: placement of the generation, whose quotas the watch changes.
         worker: worker of this host, whose times of tasks the watch changes.
         data: source of the lengths of documents.
-        schedule: schedule of the job.
         balance_by_speed: whether steps are divided by what tasks take; steps are not while a stage is kept for an
             absent host.
-        block_bytes: bytes of the state of each block.
         bytes_per_s: speed at which a host gets blocks, as far as known.
         fewer_devices: what hosts do without some of their devices.
 

@@ -133,7 +133,6 @@ class StateLayout(abc.ABC):
         """Return the variables of the whole model, as `gather` does.
 
         Args:
-            state: state of the training.
             use_ema: True: the average of the parameters in place of the parameters.
         """
         variables = state.variables

@@ -122,9 +122,6 @@ class TrainStep:
             divides; `placement`, without devices, is that of the state, of which leaves may be raveled.
         reducer: reducer of the variables that the loss changes.
         example: the abstract arrays of a microbatch.
-        abstract_state: the shapes of a state.
-        abstract_sums: the shapes of the sums.
-        abstract_summary: the shapes of the summary.
         update_description: what `update` computes, for a comparison of hosts.
         why_mesh_bound: why the update may have other bits on another mesh: the operation and the leaves that it is
             computed from, in words; "": the update has the same bits on every mesh.
@@ -368,7 +365,7 @@ def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN
 
 
 def make_zeros(abstract: Tree, placement: Placement) -> Tree:
-    """Return zeros in these shapes. They are made on the host: no program, so a new generation compiles nothing."""
+    """Return zeros in these shapes, made on the host: without a program, a new generation compiles nothing."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.device_put(
             np.zeros(leaf.shape, leaf.dtype), placement(jax.tree_util.keystr(path), leaf)

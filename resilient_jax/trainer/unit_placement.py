@@ -83,7 +83,6 @@ class UnitPlacement:
             sharding: sharding over the devices of this host, without devices; other hosts may have other axes.
             block_costs: relative times of the blocks.
             num_stages: hosts of a replica.
-            num_microbatches: microbatches of a step.
             shape: shape with the axes of each host's devices.
         """
         self.world, self.block_costs, self.num_stages = world, tuple(block_costs), num_stages
@@ -208,7 +207,6 @@ class UnitPlacement:
         """Return the weights of each block that this host has, by name, as arrays on its device.
 
         Args:
-            state: state of the training.
             use_ema: True: the average of the parameters in place of the parameters.
         """
         found: dict[int, dict[str, Any]] = {
@@ -247,12 +245,7 @@ class UnitPlacement:
         return self.make_state(int(local.step), units, jax.tree.map(self.replicate, local.early_stopping))
 
     def list_checkpoint_part(self, state: PipelinedState, abstract: TrainingState) -> list[LeafPart]:
-        """Return what this host writes of a checkpoint of the whole model: the holders of a unit take turns.
-
-        Args:
-            state: state of the training.
-            abstract: the shapes of the whole model's state.
-        """
+        """Return what this host writes of a checkpoint of the whole model: the holders of a unit take turns."""
         held = self.read_held(state)
         pieces: dict[str, list[tuple[IndexBox, Any]]] = {}
         is_first = self.world.host == self.world.hosts[0]

@@ -73,7 +73,6 @@ class BulkServer(Generic[RequestT]):
             host: address of this machine.
             credentials: credentials whose token the ticket replaces.
             handler: function that answers a request, or raises; called from many threads.
-            checksum: algorithm of the digests.
             transform_sent: applied to the bytes after their digest was computed, to inject damage.
         """
         self.port = 0

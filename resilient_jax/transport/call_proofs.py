@@ -57,9 +57,6 @@ class Introduction(msgspec.Struct, frozen=True):
     """A client's nonce, and its proof.
 
     Attributes:
-        client: nonce of the client.
-        server: nonce of the server.
-        address: address that the client has called.
         proof: signature of the nonces and the address by the token.
     """
 

@@ -26,7 +26,6 @@ class TlsFiles:
 
     Attributes:
         certificate: this process's certificate chain.
-        key: private key of that certificate.
         authority: the certificate of the authority that signed the certificates of all processes.
         server_name: name in the servers' certificates; None: the host of their address.
     """

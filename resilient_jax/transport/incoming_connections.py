@@ -68,7 +68,6 @@ class IncomingConnections:
         Args:
             host: address of this machine.
             credentials: credentials of the job; with certificates, connections are encrypted.
-            serve: function that serves a connection.
             name: name of the thread that accepts, also in messages.
 
         Raises:

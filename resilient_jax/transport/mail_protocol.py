@@ -100,7 +100,6 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
             share.
         step: step of the state from which the value was computed; of readiness, the number of the replicas' shape; of
             copies, the number of their request, above all steps.
-        kind: what the value is.
         microbatch: index of the microbatch in the step, or in the evaluation; of a part of a sum, the first of those
             that are in it; of rows, numbers, progress, results and digests, the number of the host that says it; of
             state, the number of the exchange in the generation; of readiness, that of the program; of copies, the step
@@ -158,9 +157,7 @@ class MailHello(msgspec.Struct, frozen=True):
     """Says which host wants to send to which, with the proof that it belongs to the job.
 
     Attributes:
-        sender: host that wants to send.
         address: address of the sender's mailbox, which another process of that host does not have.
-        receiver: host that the sender expects.
         proof: signature of these fields and both nonces.
     """
 

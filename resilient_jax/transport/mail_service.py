@@ -115,7 +115,6 @@ class MailService:
         """Have one more peer to send to in this generation; a process of it that was there before is none any more.
 
         Args:
-            address: address of the peer's mailbox.
             may_be_lost: True: what is sent to the peer after its loss is dropped, and is no error.
         """
         with self._lock:

@@ -101,7 +101,6 @@ class Mailbox:
         """Wait for a value, and return it; it is then no longer in the box.
 
         Args:
-            sender: host that is to send the value.
             deadline_s: monotonic time of the limit.
             check: called again and again while this waits, and after each `wake`; what `check` raises ends the wait.
 

@@ -59,7 +59,6 @@ def decode(data: bytes, message_type: type[ResponseT], context: str) -> Response
 
     Args:
         data: msgpack.
-        message_type: the expected type.
         context: method and direction, for the error message.
 
     Raises:

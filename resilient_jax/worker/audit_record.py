@@ -46,7 +46,6 @@ class AuditRecord:
         """Take over what the host knows that has trained last; all hosts then know the same of each other.
 
         Args:
-            generation: number of the generation that begins.
             step: steps of the state that the generation begins with.
             descriptions: int32[hosts, 2], the descriptions of all members, see `describe`.
             newest: int32[hosts], `list_steps` of a member that has trained last.

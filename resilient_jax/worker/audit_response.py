@@ -26,7 +26,6 @@ class AuditResponse:
 
     Args:
         hosts: hosts of the generation, in order of their indexes.
-        control: connection that writes the events.
         record: record that outlives the generation.
     """
 

@@ -25,7 +25,6 @@ class CheckpointPoller:
 
     Args:
         find: returns the newest checkpoint; None: the training saves none, and nothing is polled.
-        report: called with each change.
     """
 
     def __init__(

@@ -80,7 +80,6 @@ def make_mesh(devices: Sequence[Device], axes: AxisSizes, owner: str) -> Mesh:
     """Return a mesh over the devices, in their order.
 
     Args:
-        axes: axis names and sizes.
         owner: owner of the devices, for the error message.
 
     Raises:
@@ -105,11 +104,7 @@ def _assign_all_to_first(axes: str | Sequence[str]) -> dict[str, int]:
 
 
 def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
-    """Return what the script may know of the generation that a worker is ordered to form.
-
-    Args:
-        events: events that the worker has recorded.
-    """
+    """Return what the script may know of the generation that a worker is ordered to form."""
     generation: Generation = order.generation
     member = generation.find_member(order.host)
     assert member is not None, "an agent orders only members to form a world"

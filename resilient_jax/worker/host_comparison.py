@@ -35,7 +35,6 @@ class HostComparison:
 
     Args:
         hosts: hosts of the generation, in the order of the digests.
-        control: connection that writes the events.
     """
 
     def __init__(self, hosts: Sequence[HostName], host: HostName, control: TrainingControl) -> None:

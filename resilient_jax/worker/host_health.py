@@ -62,10 +62,8 @@ class HealthRecord:
         monitors: monitors by accumulation, whose microbatches are compared with each other only.
         groups: groups of hosts that do the same work, by accumulation; none: all hosts do.
         findings: findings of the monitors, as measurements have confirmed them.
-        hosts: hosts of the generation.
         fastest_links: least seconds that exchanges took, by host and round; None: not measured yet.
         next_links_step: step from which on links are measured while nothing is wrong; None: to be set.
-        judge: judge of the generation.
         next_measurement_s: monotonic time before which nothing is measured.
         paid_s: monotonic time by which all measurements together have taken a small part of the time.
         next_measurement_step: step before which nothing is measured. What has been judged by then is newer than the

@@ -59,12 +59,7 @@ def _list_packages(name: str) -> list[str]:
 
 
 def find_foreign_module(imports: ImportsReported, folder: str) -> str:
-    """Return why this process's modules are not the worker's, and so not the script's either; empty: they are.
-
-    Args:
-        imports: imports of the worker.
-        folder: folder of the script.
-    """
+    """Return why this process's modules are not the worker's, and so not the script's either; empty: they are."""
     installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
     for name, module in list(sys.modules.items()):
         file = find_file(name, module)

@@ -61,7 +61,6 @@ def become_worker(
 
     Args:
         connection: connection to the agent; closed by this function.
-        num_failed_imports: number that the report has.
         replaces_environment: whether the process gets the environment that a worker is started with, or keeps what the
             script has made of it.
     """

@@ -115,7 +115,6 @@ def rehearse(
     """Run a step of `train_fn` without the other hosts; return whether it came to its commit.
 
     Args:
-        train_fn: the user's train function.
         order: order to join the other hosts; JAX counts this process as one of them already.
         agent: connection that says whether this worker has another order.
         interrupt: breaks the main thread out of a wait for other hosts.

@@ -66,7 +66,6 @@ class Session:
         state_loss: what was lost, where the job must resume from a checkpoint.
         snapshotter: snapshotter to the hosts' memory; None without an agent.
         observers: observers, called at each moment in this order.
-        comparison: comparison of the hosts' states and data.
         rehearsed_state: state of a rehearsal; None: the session is the job's.
     """
 

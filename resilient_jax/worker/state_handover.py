@@ -19,7 +19,6 @@ class StateHandover:
     """Both sides of a transfer between workers, and what needs none.
 
     Args:
-        committed: state that is handed over.
         server: server that offers this host's state to others.
         raise_if_ended: raises when the new generation has ended, too.
     """
@@ -49,7 +48,6 @@ class StateHandover:
         """Return with the state of `generation.step` here, or knowing where the train function gets it from.
 
         Args:
-            generation: the new generation.
             in_place: True: the devices stay. False: everything on them is moved to host memory.
         """
         committed = self._committed

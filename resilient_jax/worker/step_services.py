@@ -67,7 +67,7 @@ class StepServices:
         return self._mail.wait_timeout_s
 
     def open_mail(self) -> MailService:
-        """Return a new mailbox of this host. It is the caller's, and outlives the world."""
+        """Return a new mailbox of this host. The mailbox is the caller's, and outlives the world."""
         return self._mail.open(self.host)
 
     def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX, *, step: int | None = None) -> None:

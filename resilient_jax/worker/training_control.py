@@ -31,9 +31,6 @@ class CorruptionFound(GenerationEnded):
     Args:
         trusted_step: states of at most so many steps are not in doubt.
         is_this_host: whether this host is one of them.
-
-    Attributes:
-        failure: failure that this worker reports.
     """
 
     def __init__(

@@ -99,7 +99,6 @@ class Worker:
 
     Args:
         descriptor: this worker's end of its socket pair with the agent.
-        settings: settings from the agent.
         find_latest_checkpoint: as in `run`.
     """
 

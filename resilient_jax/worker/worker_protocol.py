@@ -84,7 +84,6 @@ class HeldPause:
 
     Attributes:
         generation: number of the generation that the pause leads to.
-        next_members: members that blocks are copied for.
         received_s: monotonic time at which the order came, in seconds.
     """
 
@@ -111,7 +110,6 @@ class WorkerProtocol:
         limit: the step that must not start before a `RunToBoundary`, once paused.
         boundary: the step that must not start in this generation.
         takes_snapshot: whether a snapshot of a state that no host has all of is waited for at the boundary.
-        ends_job: whether the job ends at the boundary.
         held_pause: pause that is not answered before blocks are copied.
         prepared_for: the newest generation that blocks are copied for, whose pause is not held; None: no blocks were
             copied.
