@@ -3,7 +3,11 @@
 See README.md in this folder.
 """
 
-from resilient_jax.host_exchange.collective_exchange import CollectiveExchange, find_vector_size
+from resilient_jax.host_exchange.collective_exchange import (
+    AddingWorld,
+    CollectiveExchange,
+    find_vector_size,
+)
 from resilient_jax.host_exchange.mail_exchange import MailExchange
 from resilient_jax.host_exchange.messages import (
     FLOAT_BYTES,
@@ -18,6 +22,7 @@ __all__ = [
     "FLOAT_BYTES",
     "MAX_INTEGER_BYTES",
     "SMALL_BYTES",
+    "AddingWorld",
     "CollectiveExchange",
     "HostExchange",
     "MailAddress",

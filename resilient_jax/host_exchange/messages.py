@@ -1,7 +1,7 @@
 """The one way in which hosts tell each other something: each gives a message, and all get the messages of all."""
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -19,21 +19,11 @@ FLOAT_BYTES: Final = 9
 
 
 class HostExchange(Protocol):
-    """The hosts of one generation, which all make the same exchanges in the same order.
-
-    Attributes:
-        host_index: of this host.
-        num_hosts: of the generation.
-    """
-
-    @property
-    def host_index(self) -> int:
-        """See the class."""
-        ...
+    """The hosts of one generation, which all make the same exchanges in the same order."""
 
     @property
     def num_hosts(self) -> int:
-        """See the class."""
+        """How many take part."""
         ...
 
     def gather(
@@ -71,9 +61,3 @@ def gather_mail_addresses(exchange: HostExchange, hosts: Sequence[HostName], own
     """
     found = exchange.gather(MailAddress(own))
     return {host: one.address for host, one in zip(hosts, found, strict=True)}
-
-
-def make_decoder(message: MessageT) -> "msgspec.msgpack.Decoder[MessageT]":
-    """Return the decoder of messages of the type of this one."""
-    decoder: Any = msgspec.msgpack.Decoder(type(message))
-    return decoder

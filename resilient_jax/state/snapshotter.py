@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from resilient_jax.errors import CallerError, PeerUnreachable, SnapshotRefused
 from resilient_jax.events import Event, EventKind
-from resilient_jax.host_exchange import CollectiveExchange
+from resilient_jax.host_exchange import AddingWorld, CollectiveExchange
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import MAX_FRAME_BYTES
@@ -71,23 +71,13 @@ class SnapshotAgentConnection(Protocol):
         ...
 
 
-class SnapshotWorld(Protocol):
+class SnapshotWorld(AddingWorld, Protocol):
     """The attributes and methods of the world that snapshots use."""
 
     generation: GenerationNumber
-    hosts: tuple[HostName, ...]
-
-    @property
-    def host_index(self) -> int:
-        """This host's index in `hosts`."""
-        ...
 
     def host_of_device(self, device: Device) -> HostName:
         """Return the host of a device."""
-        ...
-
-    def all_reduce(self, tree: Any) -> Any:  # noqa: ANN401 - a tree of small numpy arrays
-        """Return the sum of a tree over all hosts."""
         ...
 
 

@@ -103,6 +103,12 @@ def test_rows_of_different_exchanges_are_refused(wrong):
         exchange.gather("text")
 
 
+def test_in_a_rehearsal_whose_collectives_give_zeros_all_say_what_this_host_does():
+    exchange = CollectiveExchange(1, 3, np.zeros_like)
+    assert exchange.gather(LONG) == [LONG] * 3
+    assert exchange.gather("text", speakers=[2]) == ["text"]
+
+
 def test_a_message_of_another_type_is_refused():
     exchange = CollectiveExchange(0, 2, lambda vector: add_messages(vector, [(1, 7)]))
     with pytest.raises(MessageError, match=r"what host 1 of a world said does not decode"):
