@@ -6,7 +6,7 @@ host that computes wrongly.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,11 +17,9 @@ import numpy as np
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.stage_runner import LOSS
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_sums import StepSums
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.state.array_digest import add_array
-from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.weighted_mean import WeightedMean, join_weights, read_divisor
 
 
@@ -104,17 +102,6 @@ def make_rows(
         name: float(np.float32(value)) for name, value in sums.list_results().items() if np.shape(value) == ()
     }
     return HostRows(units=tuple(units), results=results, report=report, axes=axes)
-
-
-def exchange_rows(
-    mail: StepMail, hosts: Sequence[HostName], own: HostName, rows: HostRows
-) -> dict[HostName, HostRows]:
-    """Return the rows of all living hosts, when all have said theirs.
-
-    Raises:
-        PeerUnreachable: a host is lost, or late.
-    """
-    return mail.exchange_messages(hosts, own, MailKind.ROWS, rows)
 
 
 def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> CommitTable:

@@ -25,16 +25,16 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
-from resilient_jax.pipeline.commit_table import CommitTable, exchange_rows, make_rows, make_table
+from resilient_jax.pipeline.commit_table import CommitTable, make_rows, make_table
 from resilient_jax.pipeline.pipeline_config import PipelineConfig
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
 from resilient_jax.pipeline.step_progress import (
+    PROGRESS_STEP,
     TaskProgress,
     catch_up,
     drop_late_copies,
-    exchange_progress,
     find_newest_routing,
     plan_continuation,
 )
@@ -49,6 +49,7 @@ from resilient_jax.pipeline_schedule.tasks import KINDS, Task
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.contributions import FIRST_MICROBATCH
 from resilient_jax.step.device_throttle import DeviceThrottle
+from resilient_jax.transport.mail_protocol import MailKind
 
 CLOSE_TIMEOUT_S: Final = 5.0
 ReadStep = Callable[[int, int], tuple[Any, Any]]
@@ -280,7 +281,9 @@ class PipelineWorker:
             forgotten=tuple(sorted(self._log.forgotten)),
             has_copies=self._has_copies,
         )
-        found = exchange_progress(self.make_mail(), self._require_generation().hosts, self.host, mine)
+        any_step = dataclasses.replace(self.make_mail(), step=PROGRESS_STEP)
+        hosts = self._require_generation().hosts
+        found = any_step.make_exchange(hosts, self.host, MailKind.PROGRESS).gather_by_host(mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
         newest = max(found.values(), key=lambda one: (one.step, one.table is not None))
         found = drop_late_copies(found, newest.step)
@@ -401,7 +404,8 @@ class PipelineWorker:
         self._gradients = gradients
         axes = tuple(self._sums.sharding.mesh.shape.values())
         rows = make_rows(sums, gradients, config.num_microbatches, report, axes)
-        found = exchange_rows(mail, self._require_generation().hosts, self.host, rows)
+        hosts = self._require_generation().hosts
+        found = mail.make_exchange(hosts, self.host, MailKind.ROWS).gather_by_host(rows)
         table = make_table(found, config.num_microbatches)
         before_update(table)  # first: of numbers that are not finite it says so
         self._commit(table, gradients)

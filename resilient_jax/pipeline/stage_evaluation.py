@@ -107,8 +107,9 @@ class StageEvaluation:
         # Other replicas may still have many microbatches to compute, each of which may take as long as one wait.
         patient = dataclasses.replace(mail, wait_timeout_s=mail.wait_timeout_s * max(1, len(routes)))
         with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts, as in a sum
-            told = patient.exchange_messages(hosts, self.host, MailKind.RESULTS, HostResults(tuple(found)))
-        return sum_results([one for results in told.values() for one in results.found])
+            exchange = patient.make_exchange(hosts, self.host, MailKind.RESULTS)
+            told = exchange.gather(HostResults(tuple(found)))
+        return sum_results([one for results in told for one in results.found])
 
     def _run_hop(
         self,

@@ -9,6 +9,7 @@ import jax
 import msgspec
 import numpy as np
 
+from resilient_jax.host_exchange import MailExchange
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline_schedule.tasks import Boundary, BoundaryKind
@@ -17,7 +18,7 @@ from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.transport.received_mail import ReceivedMailCounter
 
-MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+MessageT = TypeVar("MessageT")
 
 MAIL_KINDS = {
     BoundaryKind.ACTIVATION: MailKind.ACTIVATION,
@@ -130,7 +131,7 @@ class StepMail:
         mail = self.service.box.try_take(key)
         return None if mail is None else unpack_arrays(mail.data, shapes, str(key))
 
-    def send_message(self, to: HostName, key: MailKey, message: msgspec.Struct) -> None:
+    def send_message(self, to: HostName, key: MailKey, message: object) -> None:
         """Send a message, without waiting."""
         self.send(to, key, memoryview(msgspec.msgpack.encode(message)))
 
@@ -144,24 +145,6 @@ class StepMail:
         decoder: Any = msgspec.msgpack.Decoder(kind)
         return decode_message(decoder, self.take_bytes(sender, key), f"{key} from {sender}")
 
-    def exchange_messages(
-        self, hosts: Sequence[HostName], own: HostName, kind: MailKind, message: MessageT, number: int = 0
-    ) -> dict[HostName, MessageT]:
-        """Return the messages of all hosts, when all have said theirs.
-
-        Args:
-            hosts: all that take part, in the same order everywhere.
-            own: this host.
-            kind: of the message.
-            message: of this host.
-            number: of the exchange, among those of one kind in a step and generation.
-        """
-        for host in hosts:
-            if host != own:
-                self.send_message(host, self.make_key(kind, hosts.index(own), number), message)
-        return {
-            host: message
-            if host == own
-            else self.take_message(host, self.make_key(kind, index, number), type(message))
-            for index, host in enumerate(hosts)
-        }
+    def make_exchange(self, hosts: Sequence[HostName], own: HostName, kind: MailKind) -> MailExchange:
+        """Return the exchanges of a kind between hosts, in the same order everywhere, of which `own` is this one."""
+        return MailExchange(mail=self, hosts=hosts, own=own, kind=kind)

@@ -5,7 +5,6 @@ task has used yet are sent again, from the logs: those that were on their way be
 its sender no longer has is computed again, and so is what that needs.
 """
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -15,7 +14,6 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import find_complete_blocks
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.state_units import StateUnit
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline_schedule.rerouting import BACKWARD_KINDS, Resend, find_resends, reroute
 from resilient_jax.pipeline_schedule.routes import Routes
 from resilient_jax.pipeline_schedule.tasks import (
@@ -24,7 +22,6 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
-from resilient_jax.transport.mail_protocol import MailKind
 
 PROGRESS_STEP: Final = 2**62
 """In the keys of progress, in place of a step: hosts may differ in theirs, and no finished step is as high."""
@@ -73,18 +70,6 @@ class Continuation(msgspec.Struct, frozen=True):
     done: frozenset[Task]
     redone: frozenset[Task]
     resends: tuple[Resend, ...]
-
-
-def exchange_progress(
-    mail: StepMail, hosts: Sequence[HostName], own: HostName, progress: TaskProgress
-) -> dict[HostName, TaskProgress]:
-    """Return what all living hosts say; once in a generation.
-
-    Raises:
-        PeerUnreachable: a host is lost, or late.
-    """
-    any_step = dataclasses.replace(mail, step=PROGRESS_STEP)
-    return any_step.exchange_messages(hosts, own, MailKind.PROGRESS, progress)
 
 
 def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> TaskProgress:

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
+from resilient_jax.step.slow_host_watch import WatchReport
 
 WINDOW: Final = 16
 """Steps whose median is what a task takes: one that compiled, or was stopped, does not count."""
@@ -20,11 +21,11 @@ class StageReport(msgspec.Struct, frozen=True):
     """What a host says about its tasks, every few steps, beside its rows of the commit table.
 
     Attributes:
-        timings: of its last steps, and whether devices are to be measured: int32 words, see `SlowHostWatch.take_row`.
+        watched: what its last steps took, and whether devices are to be measured.
         task_seconds: of each kind of task the seconds of one microbatch, over all blocks of this host; empty: unknown.
     """
 
-    timings: bytes
+    watched: WatchReport
     task_seconds: Mapping[TaskKind, float]
 
 

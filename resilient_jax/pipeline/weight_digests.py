@@ -41,7 +41,7 @@ def digest_weights(
         InternalError: two hosts have other bits of one weight.
     """
     mine = {name: digest_weight(value) for state in states.values() for name, value in state.weights.items()}
-    told = mail.exchange_messages(hosts, own, MailKind.DIGESTS, WeightDigests(mine))
+    told = mail.make_exchange(hosts, own, MailKind.DIGESTS).gather_by_host(WeightDigests(mine))
     found: dict[str, tuple[HostName, str]] = {}
     for host in hosts:
         for name, digest in told[host].digests.items():

@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
-import numpy as np
 
 from resilient_jax.errors import CallerError, PeerUnreachable, SnapshotRefused
 from resilient_jax.events import Event, EventKind
+from resilient_jax.host_exchange import AddingWorld, CollectiveExchange
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import MAX_FRAME_BYTES
@@ -27,7 +27,6 @@ from resilient_jax.snapshot.parity_groups import describe_weaknesses, form_parit
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import FlatState
-from resilient_jax.state.host_rows import ROW_SIZE, gather_rows, gather_texts
 from resilient_jax.state.interfaces import FailPointHook
 from resilient_jax.state.protection_schedule import (
     FIRST_OFFSET,
@@ -72,23 +71,13 @@ class SnapshotAgentConnection(Protocol):
         ...
 
 
-class SnapshotWorld(Protocol):
+class SnapshotWorld(AddingWorld, Protocol):
     """The attributes and methods of the world that snapshots use."""
 
     generation: GenerationNumber
-    hosts: tuple[HostName, ...]
-
-    @property
-    def host_index(self) -> int:
-        """This host's index in `hosts`."""
-        ...
 
     def host_of_device(self, device: Device) -> HostName:
         """Return the host of a device."""
-        ...
-
-    def all_reduce(self, tree: Any) -> Any:  # noqa: ANN401 - a tree of small numpy arrays
-        """Return the sum of a tree over all hosts."""
         ...
 
 
@@ -109,8 +98,7 @@ class _Opened:
     newest: SnapshotId | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Peer:
+class _Peer(msgspec.Struct, frozen=True, array_like=True):
     """The server and the failure domain that a host announces when a layout is opened."""
 
     server: str
@@ -234,7 +222,7 @@ class Snapshotter:
         except SnapshotRefused as error:
             why = str(error)
         # A host without memory takes part in no snapshot, so none of them would be committed.
-        if gather_rows(world, np.array([bool(why)])).any() or opened is None:
+        if any(CollectiveExchange.between_hosts(world).gather(bool(why))) or opened is None:
             why = why or "another host cannot keep its part"
             self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=f"the state is in no snapshot: {why}")
             return None
@@ -402,20 +390,14 @@ class Snapshotter:
         )
 
     def _exchange(self, world: SnapshotWorld, server: str) -> Mapping[HostName, _Peer]:
-        text = f"{server} {self._domain}".encode()
-        if len(text) > ROW_SIZE:
-            raise CallerError(
-                f"--failure-domain: found {self._domain!r}, {len(text)} bytes with this host's address, expected "
-                f"{ROW_SIZE} at most. Give it a shorter name"
-            )
-        texts = gather_texts(world, text)
-        return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}
+        found = CollectiveExchange.between_hosts(world).gather(_Peer(server, self._domain))
+        return dict(zip(world.hosts, found, strict=True))
 
 
 def _find_longest(world: SnapshotWorld, durations_s: Sequence[float]) -> list[float]:
-    """Return the longest of each duration on any host, to a microsecond."""
-    microseconds = np.clip(np.array(durations_s) * 1e6, 1, 2**31 - 1)
-    return [float(us) * 1e-6 for us in gather_rows(world, microseconds).max(axis=0)[: len(durations_s)]]
+    """Return the longest of each duration on any host, at least a microsecond."""
+    found = CollectiveExchange.between_hosts(world).gather([float(seconds) for seconds in durations_s])
+    return [max(1e-6, *of_hosts) for of_hosts in zip(*found, strict=True)]
 
 
 def check_description_size(description_bytes: int, state: FlatState) -> None:

@@ -9,19 +9,16 @@ import numpy as np
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
+from resilient_jax.host_exchange import SMALL_BYTES, find_vector_size
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.state.host_rows import ROW_SIZE
-from resilient_jax.step.accumulation_comparison import COMPARED_WORDS
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape, locate_replicas
-from resilient_jax.step.auditor import DESCRIPTION_WORDS
-from resilient_jax.step.claims import pad_claims_size
+from resilient_jax.step.claims import count_claims_bytes
 from resilient_jax.step.fixed_point_sum import FIT_WORDS
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.step.reduction import AllReduce, ExactReduce
-from resilient_jax.step.row_exchange import pad_rows_size
 from resilient_jax.step.running_total import compile_totals, list_formats
 
 
@@ -76,12 +73,11 @@ class AccumulationCall:
         except CallerError:  # such a world will be refused, with the reason
             return False
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
-        # The exchanges of claims, of digests, of audits, of limits, and of what snapshots need; the decision
-        # whether to stop.
-        claims = pad_claims_size(self.spec.num_microbatches, grid.num_hosts)
-        digests = pad_rows_size(grid.num_hosts, COMPARED_WORDS)
-        audits = pad_rows_size(grid.num_hosts, DESCRIPTION_WORDS)
-        for size in sorted({claims, digests, audits, num_limits, grid.num_hosts * ROW_SIZE, 1} - {0}):
+        # The exchanges of claims, of small messages of all hosts or of one, and of limits; the decision whether to
+        # stop.
+        claims = find_vector_size(grid.num_hosts, count_claims_bytes(self.spec.num_microbatches))
+        small, of_one = (find_vector_size(num_rows, SMALL_BYTES) for num_rows in (grid.num_hosts, 1))
+        for size in sorted({claims, small, of_one, num_limits, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":
             all_reduce.compile(self.like, check)

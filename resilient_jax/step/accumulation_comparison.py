@@ -9,25 +9,31 @@ far as they are known (see `microbatch_program`): a host of which a program is n
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
+from resilient_jax.host_exchange import MAX_INTEGER_BYTES, HostExchange
 from resilient_jax.program_analysis.program_digest import PROGRAM, ProgramDescription
-from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST, find_differing, make_no_digest
+from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST, find_differing
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.microbatch_program import COMPARED_PROGRAMS
-from resilient_jax.step.row_exchange import exchange_rows
 
 TEXT_BYTES: Final = 2**16
 """Of a description that is sent; a longer one is cut off."""
-COMPARED_WORDS: Final = (1 + len(COMPARED_PROGRAMS)) * DIGEST_WORDS
-"""Of each host: the digests of its accumulation and of its programs."""
 MAX_NAMED: Final = 3
 """Differences that are named."""
+
+
+class AccumulationDigests(msgspec.Struct, frozen=True, array_like=True):
+    """What a host tells the others of its accumulation, and of its programs by `COMPARED_PROGRAMS`: digests of each."""
+
+    accumulation: tuple[int, ...]
+    programs: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,59 +66,52 @@ def describe_accumulation(spec: AccumulationSpec, replica_shape: ReplicaShape, z
 
 
 def find_differing_hosts(
-    lines: list[str],
-    programs: Mapping[str, ProgramDescription],
-    host_index: int,
-    num_hosts: int,
-    all_reduce: Callable[[np.ndarray], Any],
+    lines: list[str], programs: Mapping[str, ProgramDescription], exchange: HostExchange
 ) -> Differing | None:
     """Return which hosts accumulate something else; None: none does. For all hosts at once.
 
     Args:
         lines: of this host, as `describe_accumulation` returns them.
         programs: of this host, by `COMPARED_PROGRAMS`; others are not compared.
-        host_index: of this host.
-        num_hosts: of the generation.
-        all_reduce: returns the sum over hosts of a vector.
+        exchange: between all hosts.
     """
-    found = [
-        np.frombuffer(programs[name].digest, np.int32, DIGEST_WORDS) if name in programs else make_no_digest()
-        for name in COMPARED_PROGRAMS
-    ]
-    accumulation = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.int32, DIGEST_WORDS)
-    rows = exchange_rows(np.concatenate([accumulation, *found]), host_index, num_hosts, all_reduce)
-    compare = functools.partial(_compare_descriptions, host_index=host_index, all_reduce=all_reduce)
-    columns = np.split(rows, 1 + len(COMPARED_PROGRAMS), axis=1)
-    differing = compare(lines, columns[0].tolist())
+    own = AccumulationDigests(
+        accumulation=_read_digest(hashlib.sha256("\n".join(lines).encode()).digest()),
+        programs=tuple(
+            _read_digest(programs[name].digest) if name in programs else NO_DIGEST
+            for name in COMPARED_PROGRAMS
+        ),
+    )
+    found = exchange.gather(own)
+    compare = functools.partial(_compare_descriptions, exchange=exchange)
+    differing = compare(lines, [one.accumulation for one in found])
     if differing is not None:
         return differing
-    for name, column in zip(COMPARED_PROGRAMS, columns[1:], strict=True):
-        differing = compare(list(programs[name].lines) if name in programs else [], column.tolist())
+    for number, name in enumerate(COMPARED_PROGRAMS):
+        digests = [one.programs[number] for one in found]
+        differing = compare(list(programs[name].lines) if name in programs else [], digests)
         if differing is not None:
             return dataclasses.replace(differing, why=f"of the program of {name}, {differing.why}")
     return None
 
 
+def _read_digest(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, np.int32, DIGEST_WORDS).tolist())
+
+
 def _compare_descriptions(
-    lines: list[str], digests: list[list[int]], *, host_index: int, all_reduce: Callable[[np.ndarray], Any]
+    lines: list[str], digests: list[tuple[int, ...]], *, exchange: HostExchange
 ) -> Differing | None:
     differing, has_majority = find_differing(digests)
     if not differing:
         return None
-    compared = [host for host, digest in enumerate(digests) if tuple(digest) != NO_DIGEST]
+    compared = [host for host, digest in enumerate(digests) if digest != NO_DIGEST]
     # All hosts know the same table, so they agree on whose descriptions they read.
     expected = next((host for host in compared if host not in differing), differing[0])
     odd = next(host for host in differing if digests[host] != digests[expected])
-    texts = np.zeros((2, TEXT_BYTES), np.uint8)
-    for row, host in enumerate((odd, expected)):
-        if host == host_index:
-            text = "\n".join(lines).encode()[:TEXT_BYTES]
-            texts[row, : len(text)] = np.frombuffer(text, np.uint8)
-    # As int32, of which each host but two adds zeros.
-    found = np.asarray(all_reduce(texts.view(np.int32).reshape(-1))).view(np.uint8).reshape(texts.shape)
-    odd_lines, expected_lines = (
-        bytes(row).rstrip(b"\0").decode(errors="replace").splitlines() for row in found
-    )
+    text = "\n".join(lines).encode()[:TEXT_BYTES]
+    told = exchange.gather(text, speakers=(odd, expected), room_bytes=TEXT_BYTES + MAX_INTEGER_BYTES)
+    odd_lines, expected_lines = (one.decode(errors="replace").splitlines() for one in told)
     return Differing(
         hosts=tuple(differing),
         has_majority=has_majority,

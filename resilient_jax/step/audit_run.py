@@ -12,7 +12,6 @@ from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_digest import DIGEST_WORDS, digest_state
 from resilient_jax.step.assignment import Assignment
 from resilient_jax.step.audit import Audit, AuditEvidence, Digest, Party, settle
-from resilient_jax.step.row_exchange import pad_rows_size
 
 ComputeDigest = Callable[[int, int], Digest]
 """Computes a microbatch, by its index, on a replica of this host, by its number; returns the digest of the result."""
@@ -52,7 +51,7 @@ def run_audits(
     own: Mapping[int, Digest],
     replicas: frozenset[int],
     compute: ComputeDigest,
-    all_reduce: Callable[[np.ndarray], Any],
+    add_up: Callable[[np.ndarray], np.ndarray],
     doubt: Callable[[], object],
 ) -> list[AuditFinding]:
     """Return the audits in which results differ, settled as far as possible. All hosts must call this.
@@ -63,7 +62,7 @@ def run_audits(
         own: digests of what this host has computed of microbatches that are audited, by index.
         replicas: the numbers of this host's replicas.
         compute: see `ComputeDigest`.
-        all_reduce: returns the sum over hosts of an integer vector.
+        add_up: returns the sum over hosts of an integer array.
         doubt: called if results differ, before they are computed again.
     """
 
@@ -77,10 +76,7 @@ def run_audits(
         table = np.zeros((len(work), DIGEST_WORDS), np.int32)
         for position, digest in _compute_all(mine, known, compute):
             table[position] = digest
-        padded = np.zeros(pad_rows_size(1, table.size), np.int32)
-        padded[: table.size] = table.ravel()
-        # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
-        return np.array(all_reduce(padded))[: table.size].reshape(table.shape)
+        return add_up(table)
 
     sides = [(a.microbatch, a.owner) for a in audits] + [(a.microbatch, a.auditor) for a in audits]
     owners, auditors = np.split(exchange(sides, own), 2)

@@ -1,31 +1,27 @@
 """The audits of one generation: draws them, has them run, and says what was found to whoever acts on it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
+from resilient_jax.host_exchange import MAX_INTEGER_BYTES, CollectiveExchange
 from resilient_jax.step.assignment import AccumulationSpec, Assignment
 from resilient_jax.step.audit import Audit, Digest, draw_audits, list_audited_hosts
 from resilient_jax.step.audit_run import AuditFinding, ComputeDigest, run_audits
-from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
-
-DESCRIPTION_WORDS: Final = 2
-"""Of what a host tells the others about what it knows; see `AuditResponder.describe_record`."""
 
 
-class HostCollectives(NamedTuple):
-    """How this host exchanges integers with the others.
+class AuditKnowledge(msgspec.Struct, frozen=True, array_like=True):
+    """What a host tells the others at the begin of a generation.
 
     Attributes:
-        host_index: of this host.
-        num_hosts: of the generation.
-        all_reduce: returns the sum over hosts of an integer vector; all hosts must call it.
+        generation: in which its worker has trained last; 0: in none.
+        verified_step: how many steps it had finished when its computations last agreed with another's; -1: unknown.
     """
 
-    host_index: int
-    num_hosts: int
-    all_reduce: Callable[[np.ndarray], Any]
+    generation: int
+    verified_step: int
 
 
 class OwnResults(NamedTuple):
@@ -48,23 +44,23 @@ class OwnResults(NamedTuple):
 class AuditResponder(Protocol):
     """Knows how far each host is verified, and acts on what audits find. Hosts are given by their indexes."""
 
-    def describe_record(self) -> np.ndarray:
-        """Return int32[2]: in which generation this host has trained last, and up to which step it is verified."""
+    def describe_record(self) -> AuditKnowledge:
+        """Return what this host tells the others about itself."""
         ...
 
-    def list_verified_steps(self) -> np.ndarray:
-        """Return int32[hosts], how many steps each host had finished when its computations last agreed with another's;
-        -1 where this host does not know.
+    def list_verified_steps(self) -> tuple[int, ...]:
+        """Return how many steps each host had finished when its computations last agreed with another's; -1 where this
+        host does not know.
         """
         ...
 
-    def begin_generation(self, step: int, descriptions: np.ndarray, newest: np.ndarray) -> None:
+    def begin_generation(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
         """Take over what the host knows that has trained last, so that all hosts know the same.
 
         Args:
             step: that the generation begins with.
-            descriptions: int32[hosts, 2], `describe_record` of all hosts.
-            newest: int32[hosts], `list_verified_steps` of a host that has trained last.
+            knowledge: `describe_record` of all hosts.
+            newest: `list_verified_steps` of a host that has trained last.
         """
         ...
 
@@ -98,7 +94,7 @@ class Auditor:
         self._has_begun = False
 
     def draw(
-        self, spec: AccumulationSpec, assignment: Assignment, hosts: HostCollectives
+        self, spec: AccumulationSpec, assignment: Assignment, hosts: CollectiveExchange
     ) -> tuple[Audit, ...]:
         """Return the audits of an accumulation, the same on all hosts. All must call this."""
         if not self._has_begun:
@@ -112,11 +108,11 @@ class Auditor:
         spec: AccumulationSpec,
         assignment: Assignment,
         own: OwnResults,
-        hosts: HostCollectives,
+        hosts: CollectiveExchange,
     ) -> None:
         """Return if what was computed may be reduced. All hosts must call this; see `run_audits`."""
         findings = run_audits(
-            audits, assignment, own.digests, own.replicas, own.compute, hosts.all_reduce, own.doubt
+            audits, assignment, own.digests, own.replicas, own.compute, hosts.add_up, own.doubt
         )
         if findings:
             # The first to act on this ends the generation: not before all know it, above all the host that is to leave.
@@ -127,15 +123,13 @@ class Auditor:
         else:
             self._responder.pass_audit(list_audited_hosts(audits, assignment), spec.step)
 
-    def _begin_generation(self, step: int, hosts: HostCollectives) -> None:
+    def _begin_generation(self, step: int, hosts: CollectiveExchange) -> None:
+        knowledge, known = self._responder.describe_record(), self._responder.list_verified_steps()
         if hosts.num_hosts == 1:
-            own = self._responder.describe_record()[np.newaxis]
-            self._responder.begin_generation(step, own, self._responder.list_verified_steps())
+            self._responder.begin_generation(step, [knowledge], known)
             return
-        descriptions = exchange_rows(self._responder.describe_record(), *hosts)
-        newest = np.zeros(pad_rows_size(1, hosts.num_hosts), np.int32)
-        if hosts.host_index == int(descriptions[:, 0].argmax()):
-            newest[: hosts.num_hosts] = self._responder.list_verified_steps()
-        # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
-        newest = np.array(hosts.all_reduce(newest))[: hosts.num_hosts]
-        self._responder.begin_generation(step, descriptions, newest)
+        found = hosts.gather(knowledge)
+        # The first of those that have trained last: all hosts know which that is.
+        last = max(range(hosts.num_hosts), key=lambda host: found[host].generation)
+        (newest,) = hosts.gather(known, speakers=[last], room_bytes=MAX_INTEGER_BYTES * (1 + len(known)))
+        self._responder.begin_generation(step, found, newest)

@@ -1,45 +1,65 @@
 """What a host tells the others before an accumulation: its microbatches, what they took, and digests to compare."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
-from resilient_jax.state.state_digest import (
-    DIGEST_WORDS,
-    STATE_DIGEST_WORDS,
-    make_no_digest,
-    make_no_state_digest,
-)
-from resilient_jax.step.row_exchange import exchange_rows, pad_rows_size
-from resilient_jax.step.slow_host_watch import WATCH_WORDS, make_empty_row
+from resilient_jax.host_exchange import FLOAT_BYTES, MAX_INTEGER_BYTES, HostExchange
+from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST, STATE_DIGEST_WORDS
+from resilient_jax.step.slow_host_watch import WATCH_BYTES, WatchReport
+
+NO_STATE_DIGEST = (0,) * STATE_DIGEST_WORDS
+"""In place of the digests of a state that is not compared."""
 
 
-def pad_claims_size(num_microbatches: int, num_hosts: int) -> int:
-    """Return the size of the vector in which hosts exchange their claims."""
-    return pad_rows_size(num_hosts, num_microbatches + 2 + WATCH_WORDS + STATE_DIGEST_WORDS + DIGEST_WORDS)
+def count_claims_bytes(num_microbatches: int) -> int:
+    """Return the room for a host's claims, whose microbatches are in at most 127 parts: a byte for each."""
+    num_integers, num_lengths = 1 + STATE_DIGEST_WORDS + DIGEST_WORDS, 4
+    numbers_bytes = MAX_INTEGER_BYTES * (num_integers + num_lengths) + FLOAT_BYTES
+    return num_microbatches + numbers_bytes + WATCH_BYTES
+
+
+class HostClaims(msgspec.Struct, frozen=True, array_like=True):
+    """What one host tells the others.
+
+    Attributes:
+        microbatches: as `Contributions.list_claims` gives them.
+        limits_digest: uint32, of the limits of this accumulation that it has; 0: it has none.
+        seconds: that a microbatch takes on it; 0: unknown.
+        watched: what its last steps took.
+        state_digest: of the state that the step begins with; zeros: not compared.
+        data_digest: of the microbatch that all hosts read; `NO_DIGEST`: not compared.
+    """
+
+    microbatches: tuple[int, ...]
+    limits_digest: int
+    seconds: float
+    watched: WatchReport
+    state_digest: tuple[int, ...] = NO_STATE_DIGEST
+    data_digest: tuple[int, ...] = NO_DIGEST
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What one host tells the others, or, with a first dimension more, what all hosts do.
+    """What all hosts tell each other.
 
     Attributes:
-        microbatches: int32[microbatches], as `Contributions.list_claims` gives them.
-        limits_digest: uint32[], of the limits of this accumulation that it has; 0: it has none.
-        seconds: float32[], that a microbatch takes on it; 0: unknown.
-        watched: int32[WATCH_WORDS], what its last steps took; see `SlowHostWatch.take_row`.
-        state_digest: int32[STATE_DIGEST_WORDS], of the state that the step begins with; zeros: not compared.
-        data_digest: int32[DIGEST_WORDS], of the microbatch that all hosts read; `NO_DIGEST`: not compared.
+        microbatches: int32[hosts, microbatches].
+        limits_digest: uint32[hosts].
+        seconds: float32[hosts].
+        watched: what the last steps of each host took; (): nothing was told.
+        state_digest: int32[hosts, STATE_DIGEST_WORDS].
+        data_digest: int32[hosts, DIGEST_WORDS].
     """
 
     microbatches: np.ndarray
     limits_digest: np.ndarray
     seconds: np.ndarray
-    watched: np.ndarray
-    state_digest: np.ndarray = dataclasses.field(default_factory=make_no_state_digest)
-    data_digest: np.ndarray = dataclasses.field(default_factory=make_no_digest)
+    watched: Sequence[WatchReport]
+    state_digest: np.ndarray
+    data_digest: np.ndarray
 
     @classmethod
     def make_empty(cls, num_hosts: int, num_microbatches: int) -> "Claims":
@@ -48,37 +68,28 @@ class Claims:
             microbatches=np.zeros((num_hosts, num_microbatches), np.int32),
             limits_digest=np.zeros(num_hosts, np.uint32),
             seconds=np.zeros(num_hosts, np.float32),
-            watched=np.tile(make_empty_row(), (num_hosts, 1)),
-            state_digest=np.tile(make_no_state_digest(), (num_hosts, 1)),
-            data_digest=np.tile(make_no_digest(), (num_hosts, 1)),
+            watched=(),
+            state_digest=np.zeros((num_hosts, STATE_DIGEST_WORDS), np.int32),
+            data_digest=np.tile(np.array(NO_DIGEST, np.int32), (num_hosts, 1)),
         )
 
-    def exchange(self, host_index: int, num_hosts: int, all_reduce: Callable[[np.ndarray], Any]) -> "Claims":
-        """Return the claims of all hosts. For all hosts at once; see `exchange_rows`."""
-        # The bits of a float as an integer: all of it is one row of integers.
-        seconds = self.seconds.astype(np.float32).view(np.int32)
-        limits_digest = self.limits_digest.astype(np.uint32).view(np.int32)
-        parts = self.microbatches, limits_digest, seconds, self.watched, self.state_digest, self.data_digest
-        row = np.concatenate([np.atleast_1d(part).astype(np.int32) for part in parts])
-        rows = exchange_rows(row, host_index, num_hosts, all_reduce)
-        # Where the parts begin and end, but for the last one.
-        ends = np.cumsum([part.size for part in parts])[:-1]
-        microbatches, limits_digest, seconds, watched, state_digest, data_digest = np.split(
-            rows, ends, axis=1
-        )
-        return Claims(
-            microbatches=microbatches,
-            limits_digest=np.ascontiguousarray(limits_digest[:, 0]).view(np.uint32),
-            seconds=np.ascontiguousarray(seconds[:, 0]).view(np.float32),
-            watched=watched,
-            state_digest=state_digest,
-            data_digest=data_digest,
+    @classmethod
+    def gather(cls, exchange: HostExchange, own: HostClaims) -> "Claims":
+        """Return the claims of all hosts. For all hosts at once."""
+        found = exchange.gather(own, room_bytes=count_claims_bytes(len(own.microbatches)))
+        return cls(
+            microbatches=np.array([one.microbatches for one in found], np.int32),
+            limits_digest=np.array([one.limits_digest for one in found], np.uint32),
+            seconds=np.array([one.seconds for one in found], np.float32),
+            watched=[one.watched for one in found],
+            state_digest=np.array([one.state_digest for one in found], np.int32),
+            data_digest=np.array([one.data_digest for one in found], np.int32),
         )
 
     def drop_other_limits(self) -> "Claims":
         """Return the claims to totals that can be added: those of other limits than most are refused.
 
-        Of all hosts' claims. Microbatch 0 may have been computed again after a failure, by a host with other axes or
+        Microbatch 0 may have been computed again after a failure, by a host with other axes or
         devices: its gradients then differ in the last bits, and the limits that follow from them may, too. All hosts
         decide it from the same table.
         """

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from resilient_jax.data.input_disk import measure_input_disk
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -22,8 +21,6 @@ ACCELERATOR_SIZES: Final = (4096, 6144)
 MiB on a CPU, and 288 MiB on an accelerator, where smaller ones would measure how fast programs are started."""
 MIN_ROUNDS: Final = 5
 """In which each device has its turn, however long that takes: most may meet a busy moment."""
-MAX_DEVICES: Final = 64
-"""Of a host, whose speeds hosts tell each other: more than any has."""
 
 
 class DeviceSeconds(NamedTuple):
@@ -43,25 +40,6 @@ class DeviceSeconds(NamedTuple):
     disk_s: float = 0.0
     compute_speeds: tuple[float, ...] = ()
     memory_speeds: tuple[float, ...] = ()
-
-    def encode(self) -> list[float]:
-        """Return the seconds, and the speeds of `MAX_DEVICES` devices: as many numbers on each host."""
-        speeds = (
-            found
-            for known in (self.compute_speeds, self.memory_speeds)
-            for found in [*known, *[0.0] * MAX_DEVICES][:MAX_DEVICES]
-        )
-        return [self.compute_s, self.memory_s, self.disk_s, *speeds]
-
-    @classmethod
-    def decode(cls, row: Sequence[float]) -> "DeviceSeconds":
-        """Return what `encode` was given, without zeros behind the last speeds."""
-        compute_s, memory_s, disk_s, *speeds = row
-        compute, memory = (
-            tuple(np.trim_zeros(np.array(found), "b").tolist())
-            for found in (speeds[:MAX_DEVICES], speeds[MAX_DEVICES:])
-        )
-        return cls(compute_s, memory_s, disk_s, compute, memory)
 
 
 UNKNOWN_SECONDS: Final = DeviceSeconds(0.0, 0.0)

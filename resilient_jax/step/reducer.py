@@ -21,12 +21,14 @@ from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.jax_runtime.live_processes import find_seat
@@ -45,9 +47,9 @@ from resilient_jax.step.assignment import (
     replica_speeds,
 )
 from resilient_jax.step.audit import Audit
-from resilient_jax.step.auditor import Auditor, HostCollectives, OwnResults
+from resilient_jax.step.auditor import Auditor, OwnResults
 from resilient_jax.step.batch_source import BatchSource
-from resilient_jax.step.claims import Claims
+from resilient_jax.step.claims import Claims, HostClaims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.device_throttle import DeviceThrottle
@@ -76,7 +78,7 @@ from resilient_jax.step.running_total import (
     start_total,
     start_total_of_hosts,
 )
-from resilient_jax.step.slow_host_watch import SlowHostWatch, make_empty_row
+from resilient_jax.step.slow_host_watch import SlowHostWatch, WatchReport
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -167,8 +169,8 @@ class Reducer:
         return _LiveHosts.from_devices(self._list_devices(), self._process_index)
 
     @property
-    def _collectives(self) -> HostCollectives:
-        return HostCollectives(self._live.host_index, len(self._live.process_indexes), self.all_reduce)
+    def _exchange(self) -> CollectiveExchange:
+        return CollectiveExchange(self._live.host_index, len(self._live.process_indexes), self.all_reduce)
 
     def locate_replicas(self, shape: ReplicaShape) -> tuple[ReplicaLocation, ...]:
         """Return where the replicas of this generation are.
@@ -198,7 +200,7 @@ class Reducer:
     def _meet_partners(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         locations, replicas = self._arrange(shape)
         if self.partners is not None:
-            self.partners.prepare(locations, replicas, self.all_reduce)
+            self.partners.prepare(locations, replicas, self._exchange)
         return locations, replicas
 
     def all_reduce(self, tree: Tree) -> Tree:
@@ -256,7 +258,7 @@ class Reducer:
         digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
         found = self._exchange_claims(contributions, digest_read)
         if self.watch is not None:
-            self.watch.look(spec, found.watched, self._collectives, self._prepare_links)
+            self.watch.look(spec, found.watched, self._exchange, self._prepare_links)
         claims, has_limits = found.microbatches > 0, found.limits_digest != 0
         formats = list_formats(spec, zeros)
         agree = functools.partial(self._agree_on_limits, contributions, formats)
@@ -270,7 +272,7 @@ class Reducer:
         assignment = assign_microbatches(locations, claims, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
-        audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._collectives)
+        audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._exchange)
         compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
         accumulator = MicrobatchAccumulator(compute, spec, data, self._hooks, self._turns, audits)
         accumulator.partners = self.partners
@@ -331,10 +333,8 @@ class Reducer:
         spec: AccumulationSpec,
     ) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
-        live = self._live
-        if (num_hosts := len(live.process_indexes)) == 1:
-            return
-        found = find_differing_hosts(lines, describe(), live.host_index, num_hosts, self.all_reduce)
+        exchange = self._exchange
+        found = None if exchange.num_hosts == 1 else find_differing_hosts(lines, describe(), exchange)
         if found is None:
             return
         why = f"accumulate_microbatches {spec.name!r}: hosts accumulate different things: {found.why}"
@@ -342,7 +342,7 @@ class Reducer:
             raise CallerError(
                 f"{why}, and no more hosts do the one than the other. Every host must run the same"
             )
-        if live.host_index in found.hosts:
+        if exchange.host_index in found.hosts:
             self._hooks.leave_job(f"{why} as on most hosts")
 
     def _exchange_claims(self, contributions: Contributions, digest_read: DigestFunction | None) -> Claims:
@@ -360,16 +360,16 @@ class Reducer:
         if not is_first:
             contributions.clear()  # of a first try at this very step, which failed: everything is computed again
         if is_first or is_compared or spec.step % EXCHANGE_INTERVAL_STEPS == 0:
-            own = Claims(
-                microbatches=contributions.list_claims(),
-                limits_digest=np.array(contributions.limits_digest, np.uint32),
-                seconds=np.array(self._speeds.estimate(spec), np.float32),
-                watched=self.watch.take_row(spec) if self.watch is not None else make_empty_row(),
+            own = HostClaims(
+                microbatches=tuple(contributions.list_claims().tolist()),
+                limits_digest=contributions.limits_digest,
+                seconds=self._speeds.estimate(spec),
+                watched=self.watch.take_report(spec) if self.watch is not None else WatchReport(),
             )
             claims = (
                 self._compare_hosts(own, spec, digest_read)
                 if is_compared
-                else own.exchange(host, num_hosts, self.all_reduce)
+                else Claims.gather(self._exchange, own)
             )
             self._exchanged.add(spec.name)
         else:
@@ -383,16 +383,16 @@ class Reducer:
         return dataclasses.replace(claims, microbatches=accepted)
 
     def _compare_hosts(
-        self, own: Claims, spec: AccumulationSpec, digest_read: DigestFunction | None
+        self, own: HostClaims, spec: AccumulationSpec, digest_read: DigestFunction | None
     ) -> Claims:
         """Return the claims of all hosts, which are exchanged with digests of their states and data."""
         num_hosts = len(self._live.process_indexes)
         sample = DataSample.choose(spec.step, spec.num_microbatches, num_hosts)
         reads = sample.read(digest_read) if digest_read is not None else make_no_digest()[None]
-        own = dataclasses.replace(own, data_digest=reads[0])
+        own = msgspec.structs.replace(own, data_digest=tuple(reads[0].tolist()))
         if num_hosts > 1 and spec.step not in self._compared_steps.values():
-            own = dataclasses.replace(own, state_digest=self._hooks.digest_state())
-        claims = own.exchange(self._live.host_index, num_hosts, self.all_reduce)
+            own = msgspec.structs.replace(own, state_digest=tuple(self._hooks.digest_state().tolist()))
+        claims = Claims.gather(self._exchange, own)
         self._compared_steps[spec.name] = spec.step
         self._hooks.compare_states(claims.state_digest)
         self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else reads)
@@ -455,7 +455,7 @@ class Reducer:
             compute=lambda number, index: accumulator.compute_digest(replicas[number], index),
             doubt=lambda: self._kept.pop(spec.name, None),
         )
-        self._auditor.run(audits, spec, assignment, own, self._collectives)
+        self._auditor.run(audits, spec, assignment, own, self._exchange)
 
     def _reduce(self, contributions: Contributions, zeros: Tree) -> tuple[Tree, np.ndarray]:
         """Return the sum, and bool[leaves in fixed point]: which are wrong."""

@@ -21,22 +21,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
-
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError
+from resilient_jax.host_exchange import HostExchange, gather_mail_addresses
 from resilient_jax.ids import HostName, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.live_processes import find_seat
 from resilient_jax.step.assignment import ReplicaLocation
 from resilient_jax.step.replicas import Replica
-from resilient_jax.step.row_exchange import exchange_rows
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
 
 BEGINS: Final = b"begins"
 LEAVES: Final = b"leaves"
-ADDRESS_BYTES: Final = 64
-"""Of a mailbox's address: a host's, of at most 45 characters, and a port."""
 PATIENCE_S: Final = 1.5
 """For a partner's answer, once the generation has ended: one that is alive comes to its next program, or leaves the
 step. Less than `quiesce_timeout_s`, which leaves a worker out."""
@@ -118,14 +114,14 @@ class ReplicaPartners:
         self,
         locations: tuple[ReplicaLocation, ...],
         replicas: Mapping[int, Replica],
-        all_reduce: Callable[[np.ndarray], Any],
+        exchange: HostExchange,
     ) -> None:
         """Meet the partners in replicas of a shape. For all hosts at once, in the first accumulation with that shape.
 
         Args:
             locations: of all replicas.
             replicas: of this host, by their numbers.
-            all_reduce: returns the sum over hosts of an integer vector.
+            exchange: between all hosts.
         """
         if all(len(location.host_indexes) == 1 for location in locations):
             return
@@ -134,7 +130,8 @@ class ReplicaPartners:
             return
         if self._mail is None:
             self._mail = self._open_mail()
-            self._mail.begin_generation(self._generation, self._exchange_addresses(all_reduce))
+            addresses = gather_mail_addresses(exchange, self._hosts, self._mail.address)
+            self._mail.begin_generation(self._generation, addresses)
         for number, replica in replicas.items():
             indexes = locations[number].host_indexes
             self._groups[replica] = _Group(
@@ -143,15 +140,6 @@ class ReplicaPartners:
                 partners=tuple(index for index in indexes if index != self._host_index),
             )
         self._prepared.append(replicas)
-
-    def _exchange_addresses(self, all_reduce: Callable[[np.ndarray], Any]) -> dict[HostName, str]:
-        assert self._mail is not None, "an address is that of a mailbox"
-        address = self._mail.address.encode()
-        assert len(address) <= ADDRESS_BYTES, "a host's address and a port are short"
-        row = np.frombuffer(address.ljust(ADDRESS_BYTES, b"\0"), np.uint8).astype(np.int32)
-        rows = exchange_rows(row, self._host_index, len(self._hosts), all_reduce)
-        texts = (bytes(row.tolist()).rstrip(b"\0").decode() for row in rows)
-        return dict(zip(self._hosts, texts, strict=True))
 
     def run(self, replica: Replica, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
         """Return what a program of a replica on several hosts returns, once its arrays are computed.

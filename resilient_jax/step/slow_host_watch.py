@@ -10,6 +10,7 @@ import collections
 import enum
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -19,20 +20,26 @@ import numpy as np
 from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs, pair_hosts
+from resilient_jax.host_exchange import FLOAT_BYTES, MAX_INTEGER_BYTES, HostExchange
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.row_exchange import exchange_rows
 
 logger = logging.getLogger(__name__)
 
-WORDS_PER_STEP: Final = 9
-WATCH_WORDS: Final = EXCHANGE_INTERVAL_STEPS * WORDS_PER_STEP + 1
-"""Of what one host tells: the timings of all steps since the last exchange, and what is to be measured."""
+STEP_NUMBERS: Final = np.dtype(
+    [(name, np.int32) for name in ("step", "microbatches")]
+    + [
+        (name, np.float32)
+        for name in ("tokens", "squares", "seconds", "input_s", "wait_s", "received_bytes", "received_s")
+    ]
+)
+"""What a host tells of a step: half as long as the same numbers in msgpack."""
+WATCH_BYTES: Final = EXCHANGE_INTERVAL_STEPS * STEP_NUMBERS.itemsize + 3 * MAX_INTEGER_BYTES
+"""Of a `WatchReport` at most."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
 SlowdownEstimate = Callable[[Sequence[Finding], DevicesAfterLoss], Slowdown | None]
@@ -46,6 +53,18 @@ class Measurement(enum.IntFlag):
     NOTHING = 0
     DEVICES = 1
     LINKS = 2
+
+
+class WatchReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a host tells the others about its last steps.
+
+    Attributes:
+        timings: of all of them since the last exchange; see `encode_timings`.
+        due: what all hosts are to measure; of the first host, which judges.
+    """
+
+    timings: bytes = b""
+    due: Measurement = Measurement.NOTHING
 
 
 class PreparedLinks(Protocol):
@@ -158,35 +177,35 @@ class SlowHostWatch:
                 timings[-1], received_bytes=float(num_bytes), received_s=seconds
             )
 
-    def take_row(self, spec: AccumulationSpec) -> np.ndarray:
-        """Return int32[WATCH_WORDS], what this host tells the others before an accumulation."""
+    def take_report(self, spec: AccumulationSpec) -> WatchReport:
+        """Return what this host tells the others before an accumulation."""
         due = Measurement.NOTHING if self._judge is None else self._judge.choose_measurement(spec)
-        return np.append(encode_timings(self._timings.pop(spec.name, ())), np.int32(due))
+        return WatchReport(encode_timings(self._timings.pop(spec.name, ())), due)
 
     def look(
         self,
         spec: AccumulationSpec,
-        rows: np.ndarray,
-        hosts: HostCollectives,
+        reports: Sequence[WatchReport],
+        hosts: HostExchange,
         prepare_links: LinkPreparation | None = None,
     ) -> None:
         """Have judged what hosts have told each other, and measure what is to be measured. For all hosts at once.
 
         Args:
             spec: of the accumulation that begins.
-            rows: int32[hosts, WATCH_WORDS], as exchanged; zeros: nothing was told.
-            hosts: exchange integers.
+            reports: of all hosts; (): nothing was told.
+            hosts: tell each other what they measure.
             prepare_links: prepares a measurement of the links of these hosts; None where links are not watched.
         """
-        if hosts.num_hosts == 1 or not rows.any():
+        if hosts.num_hosts == 1 or not any(report.timings or report.due for report in reports):
             return
-        due = Measurement(int(np.bitwise_or.reduce(rows[:, -1])))
+        due = functools.reduce(operator.or_, (report.due for report in reports))
         if self._judge is not None and due:
             self._judge.begin_measurement(due)
         if Measurement.DEVICES in due:
-            found = _exchange_floats(self._try_measure().encode(), hosts)
+            measured = hosts.gather(self._try_measure())
             if self._judge is not None:
-                self._judge.conclude(spec, [DeviceSeconds.decode(row) for row in found])
+                self._judge.conclude(spec, measured)
         if Measurement.LINKS in due:
             assert prepare_links is not None, "only watched links are suspected"
             rounds = pair_hosts(hosts.num_hosts)
@@ -194,7 +213,7 @@ class SlowHostWatch:
             if self._judge is not None:
                 self._judge.conclude_links(spec, rounds, found)
         if self._judge is not None:
-            self._judge.observe(spec, [decode_timings(row[:-1]) for row in rows])
+            self._judge.observe(spec, [decode_timings(report.timings) for report in reports])
 
     def _try_measure(self) -> DeviceSeconds:
         """Return what this host's devices take; what is measured to help must not end the job."""
@@ -206,7 +225,7 @@ class SlowHostWatch:
 
 
 def _measure_links(
-    prepare: Callable[[], PreparedLinks], num_rounds: int, hosts: HostCollectives
+    prepare: Callable[[], PreparedLinks], num_rounds: int, hosts: HostExchange
 ) -> list[list[float]]:
     """Return what exchanges took, by host and round; zeros if a host cannot take part in them."""
     try:
@@ -215,21 +234,10 @@ def _measure_links(
         logger.exception("the links of this host could not be measured; training goes on")
         prepared = None
     # A host that could not prepare would not enter the exchanges, in which the others would wait for it.
-    ready = _exchange_floats([prepared is not None], hosts)
-    if prepared is None or not all(flag for (flag,) in ready):
+    is_ready = hosts.gather(prepared is not None)
+    if prepared is None or not all(is_ready):
         return [[0.0] * num_rounds] * hosts.num_hosts
-    return _exchange_floats(prepared.run(), hosts)
-
-
-def _exchange_floats(own: Sequence[float], hosts: HostCollectives) -> list[list[float]]:
-    """Return the numbers of each host, to the precision of float32; every host gives as many."""
-    row = np.array(own, np.float32).view(np.int32)
-    return np.ascontiguousarray(exchange_rows(row, *hosts)).view(np.float32).tolist()
-
-
-def make_empty_row() -> np.ndarray:
-    """Return int32[WATCH_WORDS], that of a host that tells nothing."""
-    return np.zeros(WATCH_WORDS, np.int32)
+    return hosts.gather(prepared.run(), room_bytes=FLOAT_BYTES * num_rounds + MAX_INTEGER_BYTES)
 
 
 def describe_work(counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]) -> ReplicaWork:
@@ -257,32 +265,27 @@ def describe_work(counts: Sequence[int], seconds: float, inputs: Sequence[Microb
     )
 
 
-def encode_timings(timings: Iterable[StepTiming]) -> np.ndarray:
-    """Return int32[words], of at most `EXCHANGE_INTERVAL_STEPS` steps; zeros behind them."""
-    row = np.zeros((EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP), np.int32)
-    for place, timing in enumerate(timings):
+def encode_timings(timings: Iterable[StepTiming]) -> bytes:
+    """Return `STEP_NUMBERS` of each step."""
+    rows = []
+    for timing in timings:
         work = timing.works[0] if timing.works else _NO_WORK
-        of_links = [timing.wait_s, timing.received_bytes, timing.received_s]
-        numbers = np.array([work.tokens, work.squares, work.seconds, work.input_s, *of_links], np.float32)
-        # Counted from 1: a row of zeros is no step.
-        row[place] = [timing.step + 1, work.microbatches, *numbers.view(np.int32)]
-    return row.reshape(-1)
+        of_work = work.microbatches, work.tokens, work.squares, work.seconds, work.input_s
+        rows.append((timing.step, *of_work, timing.wait_s, timing.received_bytes, timing.received_s))
+    return np.array(rows, STEP_NUMBERS).tobytes()
 
 
-def decode_timings(row: np.ndarray) -> list[StepTiming]:
+def decode_timings(data: bytes) -> list[StepTiming]:
     """Return what `encode_timings` was given, to the precision of float32."""
-    words = row.reshape(EXCHANGE_INTERVAL_STEPS, WORDS_PER_STEP)
-    numbers = np.ascontiguousarray(words[:, 2:]).view(np.float32).tolist()
     return [
         StepTiming(
-            step=int(number) - 1,
-            works=(ReplicaWork(0, int(microbatches), *work),) if microbatches else (),
+            step=step,
+            works=(ReplicaWork(0, microbatches, *work),) if microbatches else (),
             wait_s=wait_s,
             received_bytes=received_bytes,
             received_s=received_s,
         )
-        for (number, microbatches), (*work, wait_s, received_bytes, received_s) in zip(
-            words[:, :2], numbers, strict=True
-        )
-        if number
+        for step, microbatches, *work, wait_s, received_bytes, received_s in np.frombuffer(
+            data, STEP_NUMBERS
+        ).tolist()
     ]

@@ -9,16 +9,16 @@ import numpy as np
 from resilient_jax.checkpoint.messages import SaveShare
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.errors import CheckpointFailed
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state.flat_state import ShardingRule
-from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.state_layout import StateLayout
 from resilient_jax.trainer.training_state import State, Tree
 from resilient_jax.worker.world import World
 
-MAX_TOKEN: Final = 2**31 - 2
+TOKEN_BYTES: Final = 4
 
 
 class Checkpointer:
@@ -86,13 +86,13 @@ class Checkpointer:
 
     def _agree_on_share(self, world: World, step: int) -> SaveShare | None:
         """Return this host's share of a save; None: the first host's last one is not done. All hosts must call this."""
-        token = 0
+        token = ""
         if world.host_index == 0 and not self._store.in_flight.must_skip(step, world.record_event):
-            token = 1 + secrets.randbelow(MAX_TOKEN)
-        token = int(world.all_reduce(np.array([token], np.int32))[0])
-        if token == 0:
+            token = secrets.token_hex(TOKEN_BYTES)
+        (token,) = CollectiveExchange.between_hosts(world).gather(token, speakers=[0])
+        if not token:
             return None
-        return SaveShare(token=f"{token:08x}", number=world.host_index, hosts=tuple(world.hosts))
+        return SaveShare(token=token, number=world.host_index, hosts=tuple(world.hosts))
 
     def _give_up_without_lost_parts(self, world: World) -> None:
         """Give up a save in flight whose parts will not all come. All hosts must call this.
@@ -103,7 +103,7 @@ class Checkpointer:
             return
         self._generation = world.generation
         share = self._store.in_flight.share
-        tokens = gather_texts(world, share.token.encode() if share is not None else b"")
+        tokens = CollectiveExchange.between_hosts(world).gather(share.token if share is not None else "")
         written = {
             host for host, token in zip(world.hosts, tokens, strict=True) if share and token == share.token
         }
@@ -136,9 +136,8 @@ class Checkpointer:
             self._start(layout, state, step)
             # A barrier: no host returns, and ends its process, before the checkpoint is on storage.
             failure = self._wait_saved(world) if is_saver else ""
-            # ASCII: what is cut off at the end is then no half of a character.
-            told = gather_texts(world, failure.encode("ascii", "backslashreplace")[:ROW_SIZE])
-            return failure or told[0]
+            (told,) = CollectiveExchange.between_hosts(world).gather(failure, speakers=[0])
+            return told
         return ""
 
     def _wait_saved(self, world: World) -> str:

@@ -3,10 +3,9 @@
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.fit_config import FitConfig
@@ -108,12 +107,8 @@ def check_initial_variables_agree(world: World, given: GivenLeaves) -> None:
     Raises:
         CallerError: hosts have loaded others; the message names the hosts that differ from the first.
     """
-    digest = np.frombuffer(bytes.fromhex(digest_tree(given)), np.int32)
-    # Each host fills in its own row, so the sum over hosts has the digest of every host.
-    digests = np.zeros((len(world.hosts), digest.size), np.int32)
-    digests[world.host_index] = digest
-    digests = world.all_reduce(digests)
-    others = [host for host, found in zip(world.hosts, digests, strict=True) if (found != digests[0]).any()]
+    digests = CollectiveExchange.between_hosts(world).gather(digest_tree(given))
+    others = [host for host, found in zip(world.hosts, digests, strict=True) if found != digests[0]]
     if others:
         raise CallerError(
             f"initial_variables: found other arrays on {', '.join(others)} than on {world.hosts[0]}, expected the same "
@@ -127,9 +122,7 @@ def agree_on_checkpoint(world: World, found: int | None, checkpoints: Checkpoint
     Raises:
         StateError: the hosts found different ones; the message names hosts and steps.
     """
-    mine = np.zeros(len(world.hosts), np.int32)
-    mine[world.host_index] = -1 if found is None else found
-    newest = world.all_reduce(mine).tolist()
+    newest = CollectiveExchange.between_hosts(world).gather(-1 if found is None else found)
     if len(set(newest)) > 1:
         seen = ", ".join(
             f"{host}: {'none' if step < 0 else f'step {step}'}"

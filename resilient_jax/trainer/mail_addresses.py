@@ -1,8 +1,8 @@
 """Where the mailboxes of a pipeline's hosts are."""
 
+from resilient_jax.host_exchange import CollectiveExchange, gather_mail_addresses
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.failures import ServiceEnded
-from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.worker.world import World
 
 
@@ -22,8 +22,7 @@ class MailAddresses:
             ServiceEnded: an address is not known, and the world can form no clique to ask.
         """
         if world.step_services.mail_sums is None:
-            assert len(own.encode()) <= ROW_SIZE, "an address is short"
-            self._known = dict(zip(world.hosts, gather_texts(world, own.encode()), strict=True))
+            self._known = gather_mail_addresses(CollectiveExchange.between_hosts(world), world.hosts, own)
         elif unknown := sorted(set(world.hosts).difference(self._known)):
             raise ServiceEnded(
                 f"pipeline: found no address of {', '.join(unknown)}, expected one of every host: without the "

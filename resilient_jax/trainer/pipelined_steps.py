@@ -23,10 +23,10 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
-from resilient_jax.pipeline.number_exchange import NumberExchange
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_progress import PROGRESS_STEP
 from resilient_jax.pipeline.sum_pieces import list_scalar_results
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
@@ -52,6 +52,7 @@ from resilient_jax.trainer.train_step import Recipe, TrainStep
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
+from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.worker.world import World
 
 LOSS_METRIC = "loss"
@@ -162,7 +163,9 @@ class PipelinedSteps:
             )
         )
         if (sums := world.step_services.mail_sums) is not None:
-            sums.exchange = NumberExchange(worker, world.hosts)
+            # Not of the step under way: hosts may be in different ones.
+            mail = dataclasses.replace(worker.make_mail(), step=PROGRESS_STEP)
+            sums.exchange = mail.make_exchange(world.hosts, world.host, MailKind.HOST_NUMBERS)
         self._prefetch.begin_generation(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import jax
-import msgspec
-import numpy as np
 
 from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.data.prefetcher import Prefetcher
@@ -41,11 +39,10 @@ from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.link_speed import find_exchange_bytes
-from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
+from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS, WatchReport
 from resilient_jax.trainer.stage_axes import FewerDevices
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind
@@ -61,12 +58,6 @@ MAX_PAIRED_HOSTS: Final = 16
 """Of which the loss of each two is estimated: the reports of three hosts have 136 losses then."""
 NUM_LISTING: Final = 3
 """The first hosts report the loss of each host, or of two: one is left if any two are lost."""
-
-
-class _Words(msgspec.Struct, frozen=True):
-    """An integer vector of a host, int32 in the order of its bytes."""
-
-    data: bytes
 
 
 class StageWatch:
@@ -120,8 +111,6 @@ class StageWatch:
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
         self._fewer_devices = fewer_devices
         self._num_steps = 0
-        self._num_sums = 0
-        """Of vectors, in the present step."""
         self._durations = StepDurations()
         self._begun: tuple[int, float] | None = None
         """The step under way, and the monotonic time of its begin."""
@@ -152,10 +141,12 @@ class StageWatch:
         if len(reports) < len(hosts) or len(hosts) == 1:
             return
         if self._slow_hosts is not None:
-            rows = np.stack([np.frombuffer(reports[host].timings, np.int32) for host in hosts])
-            self._num_sums = 0
-            collectives = HostCollectives(self._placement.world.host_index, len(hosts), self._add_up)
-            self._slow_hosts.look(self._describe_step(step - 1), rows, collectives, self._prepare_links)
+            watched = [reports[host].watched for host in hosts]
+            # By mail: no pipeline waits inside of JAX.
+            exchange = self._worker.make_mail().make_exchange(
+                hosts, self._placement.world.host, MailKind.DEVICES
+            )
+            self._slow_hosts.look(self._describe_step(step - 1), watched, exchange, self._prepare_links)
             measured = {host: report.task_seconds for host, report in reports.items()}
             self._slow_hosts.estimate_by(
                 functools.partial(self._estimate_slowdown, measured, self._durations.copy())
@@ -180,10 +171,10 @@ class StageWatch:
             self._worker.timings.clear()
         if step % EXCHANGE_INTERVAL_STEPS or len(self._placement.world.hosts) == 1:
             return None
-        timings = b""
+        watched = WatchReport()
         if self._slow_hosts is not None:
-            timings = self._slow_hosts.take_row(self._describe_step(step)).tobytes()
-        return StageReport(timings, self._worker.timings.estimate())
+            watched = self._slow_hosts.take_report(self._describe_step(step))
+        return StageReport(watched, self._worker.timings.estimate())
 
     def _estimate_losses(self, measured: TaskSeconds) -> None:
         """Estimate what the loss of hosts would make of the pipeline, by what tasks were measured to take, or by their
@@ -279,14 +270,3 @@ class StageWatch:
                 before_s=round(change.before_s, 4),
                 after_s=round(change.after_s, 4),
             )
-
-    def _add_up(self, vector: np.ndarray) -> np.ndarray:
-        """Return the sum over hosts of an integer vector, by mail: no pipeline waits inside of JAX."""
-        number, self._num_sums = self._num_sums, self._num_sums + 1
-        world = self._placement.world
-        found = self._worker.make_mail().exchange_messages(
-            tuple(sorted(world.hosts)), world.host, MailKind.DEVICES, _Words(vector.tobytes()), number
-        )
-        return np.sum(
-            [np.frombuffer(one.data, vector.dtype) for one in found.values()], axis=0, dtype=vector.dtype
-        )

@@ -9,9 +9,8 @@ verified.
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.step.auditor import AuditKnowledge
 
 UNKNOWN: Final = -1
 
@@ -24,36 +23,38 @@ class AuditRecord:
         self._generation = 0
         """In which this worker has trained last; 0: in none."""
 
-    def describe(self, host: HostName) -> np.ndarray:
-        """Return int32[2]: in which generation this worker has trained last, and up to which step it is verified."""
-        return np.array([self._generation, self._verified.get(host, UNKNOWN)], np.int32)
+    def describe(self, host: HostName) -> AuditKnowledge:
+        """Return what this host tells the others about itself."""
+        return AuditKnowledge(self._generation, self._verified.get(host, UNKNOWN))
 
-    def list_steps(self, hosts: Sequence[HostName]) -> np.ndarray:
-        """Return int32[hosts]: a state of so many steps was not touched by the host since it was last verified.
+    def list_steps(self, hosts: Sequence[HostName]) -> tuple[int, ...]:
+        """Return for each host: a state of so many steps was not touched by the host since it was last verified.
 
         `UNKNOWN` where this worker does not know.
         """
-        return np.array([self._verified.get(host, UNKNOWN) for host in hosts], np.int32)
+        return tuple(self._verified.get(host, UNKNOWN) for host in hosts)
 
     def begin_generation(
         self,
         generation: GenerationNumber,
         hosts: Sequence[HostName],
         step: int,
-        descriptions: np.ndarray,
-        newest: np.ndarray,
+        knowledge: Sequence[AuditKnowledge],
+        newest: Sequence[int],
     ) -> None:
         """Take over what the host knows that has trained last; all hosts then know the same of each other.
 
         Args:
+            generation: number of the generation that begins.
+            hosts: members of that generation.
             step: steps of the state that the generation begins with.
-            descriptions: int32[hosts, 2], the descriptions of all members, see `describe`.
-            newest: int32[hosts], `list_steps` of a member that has trained last.
+            knowledge: what each member knows, see `describe`.
+            newest: `list_steps` of a member that has trained last.
         """
-        last = int(descriptions[:, 0].max())
+        last = max(one.generation for one in knowledge)
         found: dict[HostName, int] = {}
-        for host, known, own in zip(hosts, newest.tolist(), descriptions[:, 1].tolist(), strict=True):
-            steps = known if last and known != UNKNOWN else own
+        for host, known, own in zip(hosts, newest, knowledge, strict=True):
+            steps = known if last and known != UNKNOWN else own.verified_step
             # Steps that are done again are computed after the audits that passed when they were done first. A host that
             # is seen for the first time has had no part in the state.
             found[host] = step if steps == UNKNOWN else min(steps, step)

@@ -9,14 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-import numpy as np
-
 from resilient_jax.errors import ComputationsDiffer
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.step.audit import MIN_HOSTS_TO_SETTLE
 from resilient_jax.step.audit_run import AuditFinding
+from resilient_jax.step.auditor import AuditKnowledge
 from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.training_control import CorruptionFound, TrainingControl
 
@@ -44,13 +43,13 @@ class AuditResponse:
         self._record = record
         self._has_warned = False
 
-    def describe_record(self) -> np.ndarray:
+    def describe_record(self) -> AuditKnowledge:
         """See `AuditRecord.describe`."""
         return self._record.describe(self._host)
 
-    def begin_generation(self, step: int, descriptions: np.ndarray, newest: np.ndarray) -> None:
+    def begin_generation(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
         """See `AuditRecord.begin_generation`."""
-        self._record.begin_generation(self._generation, self._hosts, step, descriptions, newest)
+        self._record.begin_generation(self._generation, self._hosts, step, knowledge, newest)
 
     def pass_audit(self, indexes: Sequence[int], step: int) -> None:
         """Record that these hosts computed in a step what others did."""
@@ -66,10 +65,10 @@ class AuditResponse:
         A state of at most so many steps was touched by no host that an audit of today finds to compute wrongly, unless
         it errs only now and then.
         """
-        return max(0, int(self.list_verified_steps().min()))
+        return max(0, min(self.list_verified_steps()))
 
-    def list_verified_steps(self) -> np.ndarray:
-        """Return int32[hosts], see `AuditRecord.list_steps`."""
+    def list_verified_steps(self) -> tuple[int, ...]:
+        """See `AuditRecord.list_steps`."""
         return self._record.list_steps(self._hosts)
 
     def fail_audit(self, findings: Sequence[AuditFinding], step: int) -> None:
@@ -88,7 +87,7 @@ class AuditResponse:
             self._report_unsettled(findings[0], step)
             return
         verified_steps = self.list_verified_steps()
-        trusted = max(0, min(int(verified_steps[index]) for index in corrupt))
+        trusted = max(0, min(verified_steps[index] for index in corrupt))
         hosts = tuple(self._hosts[index] for index in corrupt)
         why = (
             f"{', '.join(hosts)} computes wrongly: audits of step {step} found another result of microbatch "

@@ -4,33 +4,34 @@ Such a generation trains until its members pause between two steps, and a new wo
 collective would give it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from resilient_jax.host_exchange import HostExchange
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import ExactReduce
 from resilient_jax.step.running_total import merge_totals, start_total_of_hosts
-
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Returns what each host has given, in the same order on all of them."""
+from resilient_jax.telemetry.worker_activity import worker_activity
 
 
 class MailSums:
     """The sums of one generation.
 
     Attributes:
-        exchange: exchange of the train function, once the train function has said how hosts are reached; None: not yet.
+        exchange: exchange of the train function by mail, once the train function has said how hosts are reached; None:
+            not yet.
     """
 
     def __init__(self, local_devices: Sequence[Device], process_index: ProcessIndex) -> None:
         """Add up on the devices of this host what is not whole numbers."""
-        self.exchange: Exchange | None = None
+        self.exchange: HostExchange | None = None
         self._local_devices, self._process_index = local_devices, process_index
 
     def add_up(self, tree: Any) -> Any:  # noqa: ANN401 - a tree
@@ -48,7 +49,8 @@ class MailSums:
         leaves, structure = jax.tree.flatten(tree)
         # Of the dtypes that a collective would have.
         arrays = [np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)) for leaf in leaves]
-        found = self.exchange(b"".join(array.tobytes() for array in arrays))
+        with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts
+            found = self.exchange.gather(b"".join(array.tobytes() for array in arrays))
         trees = [structure.unflatten(_cut(given, arrays)) for given in found]
         if all(
             np.issubdtype(array.dtype, np.integer) and not isinstance(leaf, jax.Array)

@@ -15,7 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "ids", "clock", "events", "notices", "threads"}),
     frozenset({"argument_checks", "config", "topology", "erasure", "protocol", "pipeline_schedule"}),
     frozenset({"telemetry", "transport", "erasure.kernels"}),
-    frozenset({"store", "planning", "health"}),
+    frozenset({"store", "planning", "health", "host_exchange"}),
     frozenset({"snapshot"}),
     frozenset({"membership", "data", "jax_runtime"}),
     frozenset({"cluster"}),
@@ -38,6 +38,7 @@ STARRED = frozenset(
     {
         "erasure.kernels",
         "data",
+        "host_exchange",
         "jax_runtime",
         "sharding",
         "program_analysis",

@@ -22,6 +22,7 @@ from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.transport.credentials import Credentials
 from tests.support.fake_snapshots import FakeSnapshot
 from tests.support.patience import patience
+from tests.support.summing_hosts import add_messages
 
 HERE, OTHER = HostName("here"), HostName("other")
 FIRST_STEP = 5
@@ -35,16 +36,13 @@ class World:
         self.generation = GenerationNumber(1)
         self.hosts = (HERE, OTHER)
         self.host_index = 0
-        self._answers = [np.frombuffer(b"other:1 rack", np.uint8), np.array([is_other_refused])]
+        self._answers: list[object] = [("other:1", "rack"), is_other_refused]
 
     def host_of_device(self, device):
         return HERE
 
     def all_reduce(self, tree):
-        answer = self._answers.pop(0)
-        total = np.array(tree)
-        total.reshape(2, -1)[1, : len(answer)] = answer
-        return total
+        return add_messages(tree, [(1, self._answers.pop(0))])
 
 
 class AgentLine:

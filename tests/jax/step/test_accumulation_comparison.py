@@ -1,15 +1,11 @@
 """Hosts that accumulate other things, or by another program, are found; what is not known differs from nothing."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 import pytest
 
 from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.step.accumulation_comparison import find_differing_hosts
 from resilient_jax.step.microbatch_program import MICROBATCH, UPDATE
-from tests.support.patience import patience
+from tests.support.summing_hosts import SummingHosts
 
 PROGRAMS = {
     "a": ProgramDescription(b"a" * 16, ("operation tanh float32[3]: 1 times", "program: aa")),
@@ -25,27 +21,12 @@ def know(name, what=MICROBATCH):
 
 def compare(programs, lines, what=MICROBATCH):
     """Call every host's comparison at once, each on a thread, with an all-reduce among them."""
-    count, added = len(programs), {}
-    barrier, lock = threading.Barrier(count), threading.Lock()
 
-    def make_all_reduce():
-        rounds = iter(range(10))
+    def find(exchange):
+        host = exchange.host_index
+        return find_differing_hosts(lines[host], know(programs[host], what), exchange)
 
-        def all_reduce(vector):
-            number = next(rounds)
-            with lock:
-                added[number] = added.get(number, 0) + np.asarray(vector)
-            barrier.wait(patience(3))
-            return added[number]
-
-        return all_reduce
-
-    with ThreadPoolExecutor(count) as threads:
-        calls = [
-            threads.submit(find_differing_hosts, each, know(name, what), host, count, make_all_reduce())
-            for host, (name, each) in enumerate(zip(programs, lines, strict=True))
-        ]
-        found = [call.result(patience(6)) for call in calls]
+    found = SummingHosts(len(programs)).run(find)
     assert all(one == found[0] for one in found), "all hosts find the same"
     return found[0]
 

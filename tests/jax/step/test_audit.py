@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.errors import ComputationsDiffer, PeerUnreachable
 from resilient_jax.events import EventKind
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.state.state_digest import DIGEST_WORDS
 from resilient_jax.step import auditor
@@ -197,7 +199,7 @@ def run_on_all_hosts(audits, assignment, own, compute, num_hosts):
     def run(host, record):
         done = iter(range(len(tables)))
 
-        def all_reduce(table):
+        def add_up(table) -> Any:
             position = next(done, None)
             if position is None:
                 record.append(table)
@@ -214,7 +216,7 @@ def run_on_all_hosts(audits, assignment, own, compute, num_hosts):
 
         counts[host] = itertools.count()
         return run_audits(
-            audits, assignment, own[host], frozenset({host}), compute_once, all_reduce, lambda: None
+            audits, assignment, own[host], frozenset({host}), compute_once, add_up, lambda: None
         )
 
     caches: list[dict] = [{} for _ in range(num_hosts)]
@@ -246,10 +248,11 @@ A, B, C = HostName("a"), HostName("b"), HostName("c")
 
 def begin(records, generation, hosts, step):
     """Begin a generation on all of its hosts, which exchange what they know."""
-    descriptions = np.array([records[host].describe(host) for host in hosts])
-    newest = records[hosts[int(descriptions[:, 0].argmax())]].list_steps(hosts)
+    knowledge = [records[host].describe(host) for host in hosts]
+    last = max(range(len(hosts)), key=lambda index: knowledge[index].generation)
+    newest = records[hosts[last]].list_steps(hosts)
     for host in hosts:
-        records[host].begin_generation(GenerationNumber(generation), hosts, step, descriptions, newest)
+        records[host].begin_generation(GenerationNumber(generation), hosts, step, knowledge, newest)
 
 
 def make_records(hosts=(A, B, C)):
@@ -259,19 +262,17 @@ def make_records(hosts=(A, B, C)):
 def test_a_host_is_verified_up_to_its_last_audit_and_a_new_one_from_where_it_joined():
     records = make_records()
     begin(records, 1, [A, B], 10)
-    assert records[A].list_steps([A, B]).tolist() == [10, 10], "what all begin with counts as verified"
+    assert records[A].list_steps([A, B]) == (10, 10), "what all begin with counts as verified"
     for host in (A, B):
         records[host].pass_audit([A, B], 20)
     begin(records, 2, [A, C], 30)
     for host in (A, C):
-        assert records[host].list_steps([A, C]).tolist() == [21, 30]
+        assert records[host].list_steps([A, C]) == (21, 30)
     begin(records, 3, [A, B, C], 40)
     for host in (A, B, C):
-        assert records[host].list_steps([A, B, C]).tolist() == [21, 21, 30], (
-            "B was away, and is as doubtful as before"
-        )
+        assert records[host].list_steps([A, B, C]) == (21, 21, 30), "B was away, and is as doubtful as before"
     begin(records, 4, [A, B, C], 25)
-    assert records[C].list_steps([A, B, C]).tolist() == [21, 21, 25], "what is done again is verified again"
+    assert records[C].list_steps([A, B, C]) == (21, 21, 25), "what is done again is verified again"
 
 
 def test_a_host_that_was_away_takes_over_what_the_others_know():
@@ -283,7 +284,7 @@ def test_a_host_that_was_away_takes_over_what_the_others_know():
     begin(records, 2, [B, C], 20)
     begin(records, 3, [A, B, C], 60)
     for host in (A, B, C):
-        assert records[host].list_steps([A, B, C]).tolist() == [20, 20, 20], "not 51 of A, and 60 of C"
+        assert records[host].list_steps([A, B, C]) == (20, 20, 20), "not 51 of A, and 60 of C"
 
 
 def test_a_worker_that_is_started_again_knows_what_the_others_know():
@@ -293,11 +294,11 @@ def test_a_worker_that_is_started_again_knows_what_the_others_know():
         record.pass_audit([A, B, C], 9)
     records[A] = AuditRecord()
     begin(records, 2, [A, B, C], 30)
-    assert records[A].list_steps([A, B, C]).tolist() == [10, 10, 10]
+    assert records[A].list_steps([A, B, C]) == (10, 10, 10)
     for host in (A, B, C):
         records[host] = AuditRecord()
     begin(records, 3, [A, B, C], 30)
-    assert records[A].list_steps([A, B, C]).tolist() == [30, 30, 30], "nobody knows: all began again"
+    assert records[A].list_steps([A, B, C]) == (30, 30, 30), "nobody knows: all began again"
 
 
 class Control(StandaloneControl):
@@ -326,8 +327,7 @@ def make_response(verified, control=None):
     """Return what host a makes of findings, where the hosts are verified up to these steps."""
     hosts = [A, B, C][: len(verified)]
     response = AuditResponse(GenerationNumber(2), hosts, A, control or Control(), AuditRecord())
-    descriptions = np.array([[1, steps] for steps in verified], np.int32)
-    response.begin_generation(100, descriptions, np.array(verified, np.int32))
+    response.begin_generation(100, [auditor.AuditKnowledge(1, steps) for steps in verified], verified)
     return response
 
 
@@ -390,7 +390,7 @@ def test_an_audit_that_differs_voids_the_sums_before_more_is_computed():
     audits = draw_audits(spec_of(0, 3), assignment, 1.0)
     seen = []
 
-    def all_reduce(table):
+    def add_up(table):
         if seen:
             raise PeerUnreachable("a host died")
         table = table.copy()
@@ -404,7 +404,7 @@ def test_an_audit_that_differs_voids_the_sums_before_more_is_computed():
             {index: (0,) * DIGEST_WORDS for index in range(3)},
             frozenset({0, 1, 2}),
             lambda replica, index: (0,) * DIGEST_WORDS,
-            all_reduce,
+            add_up,
             lambda: seen.append("doubt"),
         )
     assert seen == ["doubt"]
@@ -428,6 +428,6 @@ def test_no_host_acts_on_a_finding_before_all_know_it_and_each_acts_though_the_o
     own = auditor.OwnResults(digests={}, replicas=frozenset(), compute=lambda *_: (), doubt=lambda: None)
     watched = auditor.Auditor(1.0, make_response([12, 12, 4], control))
     with pytest.raises(CorruptionFound, match="more than 12 steps") as found:
-        watched.run((), spec_of(20, 4), assign(3, 4), own, auditor.HostCollectives(0, 3, all_reduce))
+        watched.run((), spec_of(20, 4), assign(3, 4), own, CollectiveExchange(0, 3, all_reduce))
     assert found.value.is_this_host
     assert done == [("all know", 0)]

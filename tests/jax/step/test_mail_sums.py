@@ -13,22 +13,18 @@ from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reduction import ExactReduce
 from resilient_jax.step.running_total import merge_totals, start_total_of_hosts
 from resilient_jax.worker.mail_sums import MailSums
+from tests.support.summing_hosts import SummingHosts
 
 
 def add_up(trees):
     """Return what the first of some hosts finds, each of which gives a tree."""
-    sums = MailSums(jax.local_devices(), ProcessIndex(0))
-    given = []
 
-    def exchange(data):
-        given.append(data)
-        return given
+    def call(exchange):
+        sums = MailSums(jax.local_devices(), ProcessIndex(0))
+        sums.exchange = exchange
+        return sums.add_up(trees[exchange.host_index])
 
-    for tree in reversed(trees[1:]):
-        sums.exchange = lambda data: (given.append(data), [data])[1]
-        sums.add_up(tree)
-    sums.exchange = exchange
-    return sums.add_up(trees[0])
+    return SummingHosts(len(trees)).run(call)[0]
 
 
 def test_whole_numbers_are_added_up_and_stay_in_host_memory():

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import PeerUnreachable
+from resilient_jax.host_exchange import CollectiveExchange, MailAddress
 from resilient_jax.ids import HostName, Seat
 from resilient_jax.step.assignment import ReplicaLocation
 from resilient_jax.step.replica_partners import ReplicaPartners
@@ -21,6 +22,7 @@ from resilient_jax.step.replicas import Replica
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.mail_service import MailService
 from tests.support.patience import Deadline, patience
+from tests.support.summing_hosts import add_messages
 
 NUM_PROGRAMS = 4
 HOSTS = (HostName("host-0"), HostName("host-1"), HostName("host-2"))
@@ -52,6 +54,7 @@ class Host:
         self.mail = mail
         self.ended = threading.Event()
         self.begun: list[int] = []
+        self.index = index
         self.cliques = Cliques()
         self.error: BaseException | None = None
         self.partners = ReplicaPartners(
@@ -70,13 +73,16 @@ class Host:
             raise Ended
 
     def prepare(self, addresses: list[str]) -> None:
-        def all_reduce(table: np.ndarray) -> np.ndarray:
-            rows = table[: 64 * len(HOSTS)].reshape(len(HOSTS), 64)
-            for index, address in enumerate(addresses):
-                rows[index, : len(address)] = list(address.encode())
-            return table
+        def all_reduce(vector: np.ndarray) -> np.ndarray:
+            others = [
+                (index, MailAddress(address))
+                for index, address in enumerate(addresses)
+                if index != self.index
+            ]
+            return add_messages(vector, others)
 
-        self.partners.prepare((ReplicaLocation((0, 1, 2)),), {0: self.replica}, all_reduce)
+        exchange = CollectiveExchange(self.index, len(HOSTS), all_reduce)
+        self.partners.prepare((ReplicaLocation((0, 1, 2)),), {0: self.replica}, exchange)
 
     def train(self, leave_before: int) -> None:
         """Run all programs, but for those from `leave_before` on; then leave, as a worker does that unwinds."""

@@ -5,9 +5,7 @@ import functools
 import itertools
 import math
 import random
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import msgspec
@@ -19,19 +17,19 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.health.confirmation import name_slow_devices
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.link_comparison import Pairs
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.auditor import HostCollectives
 from resilient_jax.step.batch_source import MicrobatchInput
-from resilient_jax.step.device_speed import MAX_DEVICES, UNKNOWN_SECONDS, DeviceSeconds, DeviceSpeed
+from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds, DeviceSpeed
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.link_speed import REPEATS, LinkMeasurement
 from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, describe_work, encode_timings
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from resilient_jax.worker.standalone import StandaloneControl
-from tests.support.patience import patience
+from tests.support.summing_hosts import SummingHosts
 
 HOSTS = 4
 MICROBATCHES = 4
@@ -75,12 +73,11 @@ def test_devices_are_measured() -> None:
 
 
 def test_what_devices_take_is_told_to_all_hosts_as_it_is() -> None:
-    for speeds in ((), (1.0, 0.5), (0.0, 1.0, 0.0, 0.25), (1.0,) * MAX_DEVICES):
-        told = DeviceSeconds(0.5, 0.25, 0.0, speeds, speeds[:2])
-        row = told.encode()
-        assert len(row) == 3 + 2 * MAX_DEVICES
-        assert DeviceSeconds.decode(row) == told
-    assert DeviceSeconds.decode(UNKNOWN_SECONDS.encode()) == UNKNOWN_SECONDS
+    for speeds in ((), (1.0, 0.5), (0.0, 1.0, 0.0, 0.25), (1.0,) * 64):
+        told = DeviceSeconds(1 / 3, 0.25, 0.0, speeds, speeds[:2])
+        said = told, UNKNOWN_SECONDS
+        found = SummingHosts(2).run(lambda exchange, said=said: exchange.gather(said[exchange.host_index]))
+        assert found == [list(said)] * 2
 
 
 def test_the_devices_that_are_slower_than_the_others_of_their_host_are_named() -> None:
@@ -182,31 +179,13 @@ class Job:
 
     def _exchange(self, spec: AccumulationSpec) -> None:
         """Have all hosts look at what all tell, each on a thread: in a collective all must take part."""
-        rows = np.stack([watch.take_row(spec) for watch in self._watches])
-        count = len(self.names)
-        sums: list[np.ndarray] = []
-        barrier = threading.Barrier(count, timeout=patience(3))
+        reports = [watch.take_report(spec) for watch in self._watches]
 
-        def all_reduce(table: np.ndarray) -> np.ndarray:
-            sums.append(table)
-            barrier.wait()
-            total = np.asarray(np.sum(sums[-count:], axis=0, dtype=np.int32))
-            barrier.wait()
-            return total
+        def look(exchange: CollectiveExchange) -> None:
+            host = exchange.host_index
+            self._watches[host].look(spec, reports, exchange, functools.partial(self._prepare_links, host))
 
-        with ThreadPoolExecutor(count) as threads:
-            calls = [
-                threads.submit(
-                    watch.look,
-                    spec,
-                    rows,
-                    HostCollectives(host, count, all_reduce),
-                    functools.partial(self._prepare_links, host),
-                )
-                for host, watch in enumerate(self._watches)
-            ]
-            for call in calls:
-                call.result()
+        SummingHosts(len(self.names)).run(look)
         self._record.thread.submit(lambda: None).result()  # all is judged
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -25,6 +26,7 @@ from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from tests.support.agents import free_port
 from tests.support.patience import patience, wait_until
+from tests.support.summing_hosts import add_messages
 
 WORKER = Path(__file__).with_name("trainer_orbax_worker.py")
 DEADLINE_S = patience(24)
@@ -380,9 +382,9 @@ class OneHost:
     def all_reduce(self, mine):
         if len(self.hosts) == 1:
             return mine
-        if mine.shape == (2,):  # the newest step found by each host
-            self._newest = int(mine[0])
-            return np.array([mine[0], mine[0]])
+        if mine.size > 1:  # the newest step found by each host: the other one says the same
+            self._newest = msgspec.msgpack.decode(mine[1:].tobytes()[: mine[0]])
+            return add_messages(mine, [(1, self._newest)])
         return mine + np.int32(self._newest not in self._others_cannot_read)
 
 

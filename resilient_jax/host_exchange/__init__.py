@@ -1,0 +1,32 @@
+"""What the hosts of a generation tell each other: one message from each, for all of them.
+
+See README.md in this folder.
+"""
+
+from resilient_jax.host_exchange.collective_exchange import (
+    AddingWorld,
+    CollectiveExchange,
+    find_vector_size,
+)
+from resilient_jax.host_exchange.mail_exchange import MailExchange
+from resilient_jax.host_exchange.messages import (
+    FLOAT_BYTES,
+    MAX_INTEGER_BYTES,
+    SMALL_BYTES,
+    HostExchange,
+    MailAddress,
+    gather_mail_addresses,
+)
+
+__all__ = [
+    "FLOAT_BYTES",
+    "MAX_INTEGER_BYTES",
+    "SMALL_BYTES",
+    "AddingWorld",
+    "CollectiveExchange",
+    "HostExchange",
+    "MailAddress",
+    "MailExchange",
+    "find_vector_size",
+    "gather_mail_addresses",
+]
