@@ -42,7 +42,6 @@ class BlockTrace:
         weights: what it takes, in the order of first use.
         num_inputs: number of values from the block before.
         num_outputs: number of values for the next block.
-        num_batch_leaves: number of leaves of the batch.
         result_names: of the results, as `LossTrace.result_names`.
     """
 
@@ -50,7 +49,6 @@ class BlockTrace:
     weights: tuple[Weight, ...]
     num_inputs: int
     num_outputs: int
-    num_batch_leaves: int
     result_names: tuple[str, ...]
 
 
@@ -187,7 +185,6 @@ class _Cut:
             weights=tuple(self._weights[var] for var in weight_vars),
             num_inputs=len(entering),
             num_outputs=len(leaving),
-            num_batch_leaves=self._trace.num_batch_leaves,
             result_names=tuple(names[1 + result] for result in results),
         )
 

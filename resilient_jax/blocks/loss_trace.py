@@ -77,14 +77,12 @@ class LossTrace:
         closed: of the weights, then the leaves of the batch, then those of the key; returns the loss, then the leaves
             of the auxiliary output.
         table: the weights.
-        num_batch_leaves: how many leaves the batch has.
         result_names: of the outputs: `loss`, and the paths of auxiliary outputs.
         aux_treedef: of the auxiliary output.
     """
 
     closed: core.ClosedJaxpr
     table: WeightTable
-    num_batch_leaves: int
     result_names: tuple[str, ...]
     aux_treedef: Any
 
@@ -124,7 +122,6 @@ def trace_loss(
     return LossTrace(
         closed=_Flattener(closed, table, scans, splits).trace(),
         table=table,
-        num_batch_leaves=len(jax.tree.leaves(batch)),
         result_names=tuple(
             part
             for name, count in zip(names, splits, strict=True)

@@ -8,7 +8,6 @@ global state; `disconnect` undoes it.
 import dataclasses
 import gc
 import json
-import logging
 import math
 import threading
 import time
@@ -51,8 +50,6 @@ from resilient_jax.jax_runtime.world_forming import (
     WorldSeat,
     make_listener_key,
 )
-
-logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_MS: Final = 200
 """How long an abandoned attempt continues to wait for a peer's endpoints."""

@@ -76,11 +76,6 @@ class Server:
             raise RuntimeError("the server has no address before it is started")
         return self._address
 
-    @property
-    def num_unauthenticated(self) -> int:
-        """How many calls were refused for their token."""
-        return self._gate.num_unauthenticated
-
     def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
         """Serve `handlers` under `service`. Call it before `start`, or callers may find methods missing.
 
