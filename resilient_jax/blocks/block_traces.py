@@ -49,7 +49,6 @@ class BlockTrace:
     weights: tuple[Weight, ...]
     num_inputs: int
     num_outputs: int
-    num_batch_leaves: int
     result_names: tuple[str, ...]
 
 
@@ -185,7 +184,6 @@ class _Cut:
             weights=tuple(self._weights[var] for var in weight_vars),
             num_inputs=len(entering),
             num_outputs=len(leaving),
-            num_batch_leaves=self._trace.num_batch_leaves,
             result_names=tuple(names[1 + result] for result in results),
         )
 

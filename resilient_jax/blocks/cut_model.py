@@ -1,7 +1,8 @@
 """`cut_model`: a loss becomes a chain of blocks with programs and weights of their own.
 
 cut = cut_model(loss, variables, batch, key)          # arrays or shapes; loss(variables, batch, key)
-weights = cut.split_variables(variables)              # of each block, by name
+by_name = cut.trace.table.split(variables)
+weights = [{weight.name: by_name[weight.name] for weight in block.weights} for block in cut.blocks]
 x = ()
 for block in cut.blocks:
     x, results, residuals = block.programs.forward(weights[block.number], x, batch, key)
@@ -11,7 +12,6 @@ for block in reversed(cut.blocks):
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from resilient_jax.blocks.block_traces import BlockTrace, cut_trace
 from resilient_jax.blocks.equation_slices import describe_var
 from resilient_jax.blocks.layer_marks import read_mark
 from resilient_jax.blocks.loss_trace import CHANGED, LossOfVariables, LossTrace, trace_loss
-from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, Weights, is_inexact
+from resilient_jax.blocks.model_weights import IsTrained, Tree, Weight, is_inexact
 from resilient_jax.sharding.stage_sharding import StageSharding
 
 
@@ -36,8 +36,8 @@ class Block:
     Attributes:
         number: number of the block in the chain.
         kind: index of the block's kind in `CutModel.kinds`.
-        weights: weights that the block computes with; some may belong to other blocks too, see
-            `CutModel.shared_weights`.
+        weights: weights that the block computes with. Some may belong to several blocks: the weight's gradient is the
+            sum of the blocks' gradients.
         x: shapes of the values from the block before.
         y: shapes of the values for the next block; of the last block the shape of the loss.
     """
@@ -57,14 +57,11 @@ class CutModel:
     Attributes:
         blocks: in the order of forward.
         kinds: programs, which all blocks of a kind share.
-        shared_weights: the blocks of each weight that belongs to several: the weight's gradient is the sum of the
-            blocks' gradients.
         sharding: sharding over the devices of a stage, without devices; None: a stage computes on a single device.
     """
 
     blocks: tuple[Block, ...]
     kinds: tuple[KindPrograms, ...]
-    shared_weights: Mapping[str, tuple[int, ...]]
     trace: LossTrace
     sharding: StageSharding | None = None
 
@@ -98,41 +95,6 @@ class CutModel:
             for name in block.programs.result_names
             if name.startswith(f"{CHANGED}/")
         }
-
-    def split_variables(self, variables: Tree) -> tuple[dict[str, Any], ...]:
-        """Return the weights of each block, by name, out of a tree like the variables.
-
-        Raises:
-            ValueError: the tree has another structure.
-        """
-        weights = self.trace.table.split(variables)
-        return tuple({weight.name: weights[weight.name] for weight in block.weights} for block in self.blocks)
-
-    def join_variables(self, weights: Sequence[Weights]) -> Tree:
-        """Return the tree of the weights of all blocks; the inverse of `split_variables`.
-
-        A shared weight is taken from the first block that has it. Leaves of which no weight is given are None.
-
-        Args:
-            weights: weights of each block, by name; of numpy arrays a tree of numpy arrays is made.
-        """
-        found: dict[str, Any] = {}
-        for part in weights:
-            found = {**part, **found}
-        return self.trace.table.join(found)
-
-    def join_gradients(self, gradients: Sequence[Weights]) -> Tree:
-        """Return the tree of the gradients of all blocks; those of a shared weight are added in the order of blocks."""
-        found: dict[str, Any] = {}
-        for part in gradients:
-            for name, gradient in part.items():
-                found[name] = found[name] + gradient if name in found else gradient
-        return self.trace.table.join(found)
-
-    def join_results(self, results: Sequence[Mapping[str, Any]]) -> Tree:
-        """Return the auxiliary output of the loss, out of the results of all blocks."""
-        found = {name: value for part in results for name, value in part.items()}
-        return self.trace.aux_treedef.unflatten(found[name] for name in self.trace.result_names[1:])
 
     def with_sharding(self, sharding: StageSharding) -> "CutModel":
         """Return the same model with programs that compute over the devices of a stage.
@@ -183,7 +145,7 @@ def cut_model(
         for number, constants in zip(kind.blocks, kind.constants, strict=True)
     ]
     blocks.sort(key=lambda block: block.number)
-    return CutModel(blocks=tuple(blocks), kinds=kinds, shared_weights=_find_shared(blocks), trace=trace)
+    return CutModel(blocks=tuple(blocks), kinds=kinds, trace=trace)
 
 
 def _make_block(
@@ -220,12 +182,3 @@ def _shard_programs(block: Block, sharding: StageSharding) -> ProgramShardings:
         x_gradient=tuple(sharding.shard(sharding.find_value_spec(value.shape)) for value in floats),
         replicated=sharding.shard(P()),
     )
-
-
-def _find_shared(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
-    """Return the blocks of each weight that belongs to several."""
-    holders: dict[str, tuple[int, ...]] = {}
-    for block in blocks:
-        for weight in block.weights:
-            holders[weight.name] = (*holders.get(weight.name, ()), block.number)
-    return {name: numbers for name, numbers in holders.items() if len(numbers) > 1}

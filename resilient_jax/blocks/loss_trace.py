@@ -81,7 +81,6 @@ class LossTrace:
 
     closed: core.ClosedJaxpr
     table: WeightTable
-    num_batch_leaves: int
     result_names: tuple[str, ...]
     aux_treedef: Any
 
@@ -121,7 +120,6 @@ def trace_loss(
     return LossTrace(
         closed=_Flattener(closed, table, scans, splits).trace(),
         table=table,
-        num_batch_leaves=len(jax.tree.leaves(batch)),
         result_names=tuple(
             part
             for name, count in zip(names, splits, strict=True)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from resilient_jax.checkpoint.byte_budget import ByteBudget
 from resilient_jax.checkpoint.directory_listing import (
     ITEM_NAME,
     METADATA_FILE,
@@ -39,6 +38,28 @@ MAX_DECODED_BYTES: Final = 128 * 2**20
 
 TakeBox = Callable[[np.ndarray], None]
 """Takes the elements of a box."""
+
+
+class ByteBudget:
+    """A bound on the bytes that coroutines use at a time; a request for more than the limit runs alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = self._left = limit_bytes
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def spend(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait until `nbytes` are left, and reserve them in the body of the context manager."""
+        share = min(nbytes, self._limit)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._left >= share)
+            self._left -= share
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._left += share
+                self._changed.notify_all()
 
 
 def inspect_checkpoint(folder: Path) -> tuple[list[LeafSpec], bool]:

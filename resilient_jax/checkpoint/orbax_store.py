@@ -90,11 +90,6 @@ class OrbaxStore:
     # Saving.
 
     @property
-    def process_id(self) -> int | None:
-        """The id of the storage process; None: it has not started yet, or has ended."""
-        return self._client.process_id
-
-    @property
     def is_saving(self) -> bool:
         """Whether a save is in flight, as of the last call."""
         return self.in_flight.step is not None

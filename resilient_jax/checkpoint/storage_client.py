@@ -31,11 +31,6 @@ class StorageClient:
         self._timeout_s = timeout_s
         self._connection: StorageConnection | None = None
 
-    @property
-    def process_id(self) -> int | None:
-        """The id of the storage process; None: it has not started yet, or has ended."""
-        return self._connection.pid if self._connection is not None else None
-
     def send(self, request: Request, descriptor: int | None = None) -> None:
         """Send a request; a process that has died is replaced.
 

@@ -1,10 +1,12 @@
 """`resilient-jax launch`: a job of several hosts on this machine."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -44,15 +46,17 @@ from resilient_jax.cluster.launcher import (
 )
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.cluster.run_directory import (
+    HostLog,
     claim_directory,
     create_numbered_directory,
     create_run_directory,
+    make_log_path,
 )
-from resilient_jax.cluster.script_errors import read_script_errors
 from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.doctor.gpu_inventory import list_gpus, read_gpus
-from resilient_jax.errors import CallerError, ConfigError
-from resilient_jax.ids import JobName
+from resilient_jax.errors import CallerError, ConfigError, MessageError
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.local_gpus import (
     VISIBLE_GPUS,
     has_shared_gpus,
@@ -60,6 +64,7 @@ from resilient_jax.jax_runtime.local_gpus import (
     make_gpu_share_environment,
 )
 from resilient_jax.jax_runtime.worker_environment import Platform, has_device_count
+from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.telemetry.screen_output import unblocked_output
 
 
@@ -281,7 +286,7 @@ def _run(settings: LaunchSettings, *, is_used: bool) -> int:
             started_s = time.time()
             outcome = asyncio.run(launcher.run())
         hosts = make_host_names(settings.num_hosts + settings.num_spares)
-        errors = read_script_errors(directory, hosts, started_s)
+        errors = _read_script_errors(directory, hosts, started_s)
         print_line(describe_for_launch(outcome, directory, errors))
     return outcome.exit_code
 
@@ -331,3 +336,20 @@ def _load_sites(path: Path | None, hosts: int) -> Sites:
             "missing ones, or change --hosts"
         )
     return found
+
+
+def _read_script_errors(directory: Path, hosts: Iterable[HostName], since_s: float) -> dict[HostName, str]:
+    """Return the newest error of each host's script, with its complete traceback.
+
+    Args:
+        directory: the run directory.
+        hosts: the job's.
+        since_s: wall time of the job's start; an earlier job may have run in the directory.
+    """
+    errors: dict[HostName, str] = {}
+    for host in hosts:
+        with contextlib.suppress(OSError, MessageError):  # a full disk or a damaged log hides no outcome
+            for event in read_events(make_log_path(directory, host, HostLog.EVENTS)):
+                if event.kind is EventKind.SCRIPT_FAILED and event.wall_s >= since_s:
+                    errors[host] = str(event.detail["error"])
+    return errors

@@ -50,11 +50,6 @@ class ForkServerProcess:
         log.record(EventKind.FORK_SERVER_STARTED, pid=self._child.pid)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._child.pid
-
     def connect_agent(self) -> socket.socket | None:
         """Return an agent's end of a new connection; None: the server has ended."""
         if self._child.exit_code is not None:
@@ -63,10 +58,6 @@ class ForkServerProcess:
         with theirs:
             self._connection.send(ServeAgent(), [theirs.fileno()])
         return ours
-
-    async def wait_ended(self) -> None:
-        """Wait until the end of the process has been recorded."""
-        await self._watching
 
     async def close(self) -> None:
         """End the server, and with it all workers that it has forked."""

@@ -6,7 +6,7 @@ A thin shell of `generation_orders`, whose docstring has the table: the store's 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import assert_never
 
 from resilient_jax.cluster.agent_context import AgentContext
@@ -39,7 +39,6 @@ from resilient_jax.cluster.generation_orders import (
     handle,
     is_start_urgent,
 )
-from resilient_jax.cluster.generation_reader import read_generations
 from resilient_jax.cluster.relay import Relay
 from resilient_jax.cluster.standby_orders import (
     DismissStandby,
@@ -49,12 +48,17 @@ from resilient_jax.cluster.standby_orders import (
     StandbyCommand,
     TakeOver,
 )
+from resilient_jax.cluster.stored_records import decode_change, decode_generation
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.events import EventKind
+from resilient_jax.ids import JobName, Revision
+from resilient_jax.protocol.generation_change import apply_change
 from resilient_jax.protocol.records import Generation, JobOutcome
+from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat
+from resilient_jax.store.interface import PutEvent, Store
 
 RELAY_GRACE_S = 2.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
@@ -265,3 +269,29 @@ def _view_standby(standby: WorkerProcess | None) -> WorkerView | None:
         return None
     # At the lowest priority it may be silent for long, and responds when it is the worker.
     return dataclasses.replace(view, is_unresponsive=standby.child.is_stopped())
+
+
+async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generation, None]:
+    """Yield the stored generation and each later one, until the watch fails; close it to stop before.
+
+    Only changes are read, and the record where one does not fit to what was read before.
+
+    Raises:
+        PeerError: the store does not answer, or no longer has what was missed.
+        JoinRefused: what is stored is no generation.
+    """
+    key = make_generation_key(job)
+    revision, records = await store.range(key)
+    known = decode_generation(records[0]) if records else None
+    if known is not None:
+        yield known
+    async with contextlib.aclosing(store.watch(make_change_key(job), Revision(revision + 1))) as batches:
+        async for batch in batches:
+            for event in batch:
+                if not isinstance(event, PutEvent) or event.mod_revision <= revision:
+                    continue  # of a record that was read since
+                known = apply_change(known, decode_change(event.key_value))
+                if known is None and (record := await store.get(key)) is not None:
+                    known, revision = decode_generation(record), record.mod_revision
+                if known is not None:
+                    yield known

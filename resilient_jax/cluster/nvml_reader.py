@@ -96,11 +96,6 @@ class NvmlReader:
         self._event_set: Any = None
         self._register_xids()
 
-    @property
-    def num_gpus(self) -> int:
-        """The number of GPUs that workers see, with those that cannot be used."""
-        return len(self._devices)
-
     def read(self) -> tuple[GpuReading, ...]:
         """Return a reading of each GPU."""
         return tuple(self._read(device) for device in self._devices)

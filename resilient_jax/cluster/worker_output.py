@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from resilient_jax.cluster.child_process import LineReader
-from resilient_jax.cluster.gloo_output import GlooFilter
 from resilient_jax.cluster.traceback_text import find_last_chain, is_start, shorten_traceback
 from resilient_jax.telemetry.log_file import LogFile
 from resilient_jax.telemetry.screen_output import print_bytes
@@ -64,7 +63,7 @@ class WorkerOutput:
         """Lines of standard error from the beginning of a traceback on; not on the screen yet."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_crashing = False
-        self._gloo = GlooFilter()
+        self._gloo = _GlooFilter()
 
     async def follow(self, reader: LineReader, *, is_error: bool) -> None:
         """Copy lines until the stream ends."""
@@ -121,7 +120,7 @@ class WorkerOutput:
         """Forget the standard error of the worker before: it is not the new worker's."""
         self._errors.clear()
         self._is_crashing = False
-        self._gloo = GlooFilter()
+        self._gloo = _GlooFilter()
 
     def close(self) -> None:
         """Print what was held back, and close the log file, if there is one; a later line opens it again."""
@@ -147,3 +146,36 @@ class WorkerOutput:
             self._start_timer()
         else:
             self.release()
+
+
+_GLOO_BEGINNING = b"[Gloo] Rank "
+_GLOO_PIECE = re.compile(
+    rb"\[Gloo\] Rank \d*"
+    rb"|(?:^\d+)?(?: is connected to | peer ranks\. ?|Expected number of connected peer ranks is : )\d*"
+)
+"""Words of a message with the number that follows. A number before them is gloo's only at the beginning of a line."""
+
+
+class _GlooFilter:
+    """Takes what gloo prints when hosts connect out of the lines of the script.
+
+    Gloo writes `[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3` and a
+    newline in pieces, and threads that connect at the same time mix theirs: after a death, when several groups of hosts
+    connect again, a line may have the pieces of two messages, and another only a number, or nothing. There are as many
+    newlines as messages: the filter knows how many are still to come.
+    """
+
+    def __init__(self) -> None:
+        self._num_missing = 0
+
+    def strip(self, line: bytes) -> bytes | None:
+        """Return the line without pieces of gloo's messages; None if nothing is left to be shown."""
+        rest = _GLOO_PIECE.sub(b"", line)
+        if rest != line:
+            self._num_missing = max(self._num_missing + line.count(_GLOO_BEGINNING) - 1, 0)
+        elif self._num_missing and (not line or line.isdigit()):
+            self._num_missing -= 1
+            return None
+        else:
+            return line
+        return rest if rest.strip() else None

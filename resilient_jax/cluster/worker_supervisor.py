@@ -105,7 +105,6 @@ class WorkerSupervisor:
         """
         self._settings = settings = context.settings
         self._log = context.log
-        self._clock = context.clock
         self._devices = context.devices
         self.on_event: OnEvent = lambda event: None
         self.on_suspicion: Callable[[], None] = lambda: None

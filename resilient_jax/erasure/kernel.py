@@ -18,7 +18,6 @@ class KernelName(enum.StrEnum):
     """The available kernels, fastest first."""
 
     ISAL = "isal"
-    XLA = "xla"
     NUMPY = "numpy"
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 
@@ -194,8 +194,8 @@ def _blame(sections: list[_Section]) -> Blame:
     return Blame.UNKNOWN
 
 
-def _look_up(message: str, rows: Iterable[ErrorText] = ERROR_TEXTS) -> Blame:
-    return next((row.blame for row in rows if row.pattern.search(message)), Blame.UNKNOWN)
+def _look_up(message: str) -> Blame:
+    return next((row.blame for row in ERROR_TEXTS if row.pattern.search(message)), Blame.UNKNOWN)
 
 
 def _read_sections(text: str) -> Iterator[_Section]:

@@ -45,10 +45,3 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     device: int | None = None
     device_speeds: tuple[tuple[int, float], ...] = ()
     slow_devices: tuple[int, ...] = ()
-
-    @property
-    def subject(self) -> str:
-        """What the finding is about: "host-1", "host-1, replica 2", "links"."""
-        if not self.host:
-            return "links"
-        return self.host if self.device is None else f"{self.host}, replica {self.device}"

@@ -198,13 +198,6 @@ class HealthMonitor:
             return self._judge_until(min(self._open))
         return []
 
-    def predict_s(self, host: str, tokens: float, squares: float, slot: int = 0) -> float | None:
-        """Return what microbatches with these sums take on a host; None: not known yet."""
-        watched = self._watched.get(StepPart(host, "work", slot))
-        if watched is None or watched.series.model is None:
-            return None
-        return watched.series.model.predict_s(tokens, squares)
-
     # One step.
 
     def _judge_until(self, step: int) -> list[FindingChange]:

@@ -13,7 +13,7 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `clique_interruption`: ends the wait of a first collective for peers that never arrive.
 - `clique_connections`: which connections an abort spares: of the local devices, of earlier members, and of replicas
   on several hosts that are all alive.
-- `live_nodes`: the barrier from which XLA knows the members; `stand_in`: tells the service of a death (jaxlib only).
+- `live_nodes`: the barrier from which XLA knows the members; `coordination_service` is told of a death.
 - `spare_seats`, `local_topology`: seats for processes that join a world later (jaxlib only; no jax).
 - `live_processes`: JAX counts the members of a generation alone.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
@@ -22,7 +22,6 @@ This file imports neither jax nor jaxlib, so that `coordination_service` starts 
 - `compilation_state`: which threads compile.
 - `jaxlib_types`: the one import of jaxlib's extension module.
 - `failures`: `is_collective_failure` and the errors of this package (jaxlib only).
-- `trace_cache`: keeps what JAX traced when its backend is destroyed.
 - `compile_cache`: a persistent compilation cache that every process writes and hits.
 
 Private parts used, and why a public one does not do:

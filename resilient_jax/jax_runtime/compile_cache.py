@@ -68,19 +68,6 @@ class CacheHooks(Protocol):
         """Called when the thread has its program, fetched or compiled, or has failed."""
 
 
-class NullCacheHooks:
-    """For a process without other hosts: nothing is fetched, and nothing is reported."""
-
-    def fetch(self, key: str) -> bytes | None:
-        """Return None: no other host has entries."""
-
-    def missed(self, key: str, seconds: float) -> None:
-        """Ignore that a program was compiled: no log is kept."""
-
-    def finished(self) -> None:
-        """Do nothing: no other process waits."""
-
-
 def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     """Make JAX's persistent cache work for every process; once per process, before the first compilation.
 

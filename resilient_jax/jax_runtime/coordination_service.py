@@ -5,7 +5,7 @@ Protocol, in lines: it prints `ready` once jaxlib is loaded (0.4 s; so one is ke
 does. Port 0 takes a free port. It also dies with its parent (PR_SET_PDEATHSIG).
 
 While it serves it takes orders `lost <seat>`: the process of that seat was given up, so the others must not wait for it
-(see `stand_in`). It answers `lost <seat> <seconds>`, or `not lost <seat> <reason>`, in any order.
+(see `_disconnect_seat`). It answers `lost <seat> <seconds>`, or `not lost <seat> <reason>`, in any order.
 
 A world has seats 0 to `seats` - 1. The first `members` of them are taken by the processes that form it, each other
 one by a process that comes later (see `spare_seats`).
@@ -25,13 +25,15 @@ from typing import Final
 from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeService, jaxlib_runtime
 from resilient_jax.jax_runtime.spare_seats import SpareSeats
-from resilient_jax.jax_runtime.stand_in import disconnect_seat
 from resilient_jax.jax_runtime.worker_environment import PROXY_VARIABLES
+from resilient_jax.jax_runtime.world_forming import new_client
 
 HEARTBEAT_TIMEOUT_S: Final = 86400
 """A day: JAX's own failure detector kills every client when it fires, so the agents' detector decides instead."""
 SHUTDOWN_TIMEOUT_S: Final = 1
 PR_SET_PDEATHSIG: Final = 1
+STAND_IN_TIMEOUT_S: Final = 10
+"""Of registering: milliseconds in a world that has been formed; before, the others are waited for."""
 
 _printing = threading.Lock()  # guards standard output: orders are executed on threads
 
@@ -86,7 +88,7 @@ def _give_up_seat(address: str, words: list[str], num_seats: int) -> None:
         return
     began_s = time.monotonic()
     try:
-        disconnect_seat(address, Seat(int(words[1])))
+        _disconnect_seat(address, Seat(int(words[1])))
     except (JaxRuntimeError, RuntimeError) as error:
         _print_line(f"not lost {words[1]} {' '.join(str(error).split())}")
     else:
@@ -125,6 +127,28 @@ def _print_line(line: str) -> None:
     with _printing:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _disconnect_seat(address: str, seat: Seat) -> None:
+    """Make the service at `address` count the process of a seat as gone, by a stand-in.
+
+    The service knows heartbeats, registering and shutdown, not connections: after SIGKILL it counts a process as
+    connected until a heartbeat is missed, which takes a day here (`HEARTBEAT_TIMEOUT_S`). Until then the others wait
+    for the dead in `get_live_nodes`, and XLA's GPU client does not abort a NCCL clique that it is in. So a stand-in
+    registers under the seat, which the service takes for a restart of the process (another incarnation), and then shuts
+    down, which makes the seat disconnected. Both are events that end these waits; together they take 4 to 8 ms.
+
+    The old process is fenced by that, but not ended, also if it was only stopped: it is its agent's to kill. A process
+    that registers under the seat afterwards is a member like any other.
+
+    Do not call it again for a seat that another process has taken since: it would be that process that is gone.
+
+    Raises:
+        JaxRuntimeError, RuntimeError: the service does not answer, or another process registered meanwhile.
+    """
+    client, _ = new_client(address, seat, STAND_IN_TIMEOUT_S, tells_service=True)
+    client.connect()
+    client.shutdown()
 
 
 if __name__ == "__main__":

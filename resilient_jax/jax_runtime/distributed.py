@@ -5,21 +5,22 @@ the same without it: it makes a client of the coordination service and the CPU b
 global state; `disconnect` undoes it.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
-import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import jax
 import jax.extend
-from jax._src import dispatch, xla_bridge
+from jax._src import dispatch, util, xla_bridge
 from jax._src import distributed as jax_distributed
+from jax._src.interpreters import partial_eval, pxla
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient_jax.errors import InternalError
@@ -44,7 +45,6 @@ from resilient_jax.jax_runtime.jaxlib_types import (
     jaxlib_runtime,
 )
 from resilient_jax.jax_runtime.live_processes import set_members
-from resilient_jax.jax_runtime.trace_cache import clear_operations, clear_traces, keep_traces
 from resilient_jax.jax_runtime.world_forming import (
     FormingAttempt,
     FormingStage,
@@ -52,13 +52,16 @@ from resilient_jax.jax_runtime.world_forming import (
     make_listener_key,
 )
 
-logger = logging.getLogger(__name__)
-
 POLL_TIMEOUT_MS: Final = 200
 """How long an abandoned attempt continues to wait for a peer's endpoints."""
 MAX_LISTENER_ATTEMPTS: Final = 5
 
 ABORT_INTERVAL_S: Final = 0.02
+
+OPERATIONS: Final[Any] = dispatch.xla_primitive_callable
+KEPT_CACHES: Final[tuple[Any, ...]] = (partial_eval.trace_to_jaxpr, pxla._dce_jaxpr, OPERATIONS)
+"""Of traces; of these without the arguments that they do not use; of operations that are called outside of `jit`, each
+of which is a function to be traced."""
 
 _gate: Final = BackendGate()
 _clients: list[Callable[[], object]] = []
@@ -351,3 +354,29 @@ def _install(attempt: FormingAttempt, client: RuntimeClient, backend: Backend) -
     state.process_id, state.num_processes = attempt.place.seat, attempt.place.num_seats
     state.coordinator_address = attempt.place.address
     _gate.set_backend(backend)
+
+
+@contextlib.contextmanager
+def keep_traces() -> Iterator[None]:
+    """A context in which `jax.extend.backend.clear_backends` clears every cache but those of traces.
+
+    A traced function is a jaxpr: it refers to no device, unless the user closed over an array or a mesh. Tracing is
+    half of the cost of the first step in a new world, all of it under Python's global lock. What JAX derives from a
+    trace before it lowers it is kept, too, because `lowering_cache` finds a module by that.
+    """
+    names = [util._caches.pop(cache) for cache in KEPT_CACHES]
+    try:
+        yield
+    finally:
+        util._caches.update(zip(KEPT_CACHES, names, strict=True))
+
+
+def clear_operations() -> None:
+    """Drop operations that were called outside of `jit`: a parameter of one may be a sharding on devices."""
+    OPERATIONS.cache_clear()
+
+
+def clear_traces() -> None:
+    """Drop all traces: if anything of JAX still refers to a device, a trace does."""
+    for cache in KEPT_CACHES:
+        cache.cache_clear()

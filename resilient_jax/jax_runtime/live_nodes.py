@@ -7,8 +7,9 @@ it in every generation. (XLA: `xla/pjrt/distributed/coordination/coordination_se
 
 It is a barrier of those of the given processes that the service counts as connected, in C++, where no signal reaches
 it. So it runs on a thread of its own, and the main thread waits in Python. A member that dies in it is waited for
-until a stand-in disconnects its seat (`stand_in`), which the owner of the service orders. The service keeps a barrier
-for each set of members: a call that was left waits on if others are members by now, and ends with the world's client.
+until a stand-in disconnects its seat (`coordination_service`), which the owner of the service orders. The service keeps
+a barrier for each set of members: a call that was left waits on if others are members by now, and ends with the world's
+client.
 """
 
 import threading

@@ -42,12 +42,6 @@ def find_seat(device: Device) -> Seat:
     return Seat(_own_process_index_of_device.__get__(device))
 
 
-def list_devices_of_seat(seat: Seat) -> list[Device]:
-    """Return the devices that the process of a seat has or will have, also if it is no member."""
-    backend = jax.devices()[0].client
-    return [d for d in _own_devices(backend) if _own_process_index_of_device.__get__(d) == seat]
-
-
 def list_spare_devices() -> list[Device]:
     """Return the devices of the seats after the members' last one, in the order in which processes take them.
 

@@ -1,4 +1,4 @@
-"""Keeps lowered programs when a world is left, as `trace_cache` keeps traces.
+"""Keeps lowered programs when a world is left, as `distributed` keeps traces.
 
 JAX lowers a traced function to a module for the compiler, whose digest is the key of the persistent cache. It drops
 modules with the backend; but a module refers to no device: of shardings it has only what is in `HloSharding`, whose

@@ -138,7 +138,6 @@ class FormingAttempt:
         return f"seat {self.place.seat} of {self.place.num_seats} at {self.place.address}"
 
 
-_living: list[Callable[[], object]] = []
 _current: FormingAttempt | CliqueInterrupter | None = None
 _current_lock = threading.Lock()  # guards _current, also while the waits for cliques are being ended
 
@@ -255,17 +254,7 @@ def new_client(
         use_compression=True,
     )
     reference = weakref.ref(never_called)
-    _living.append(reference)
     return client, reference
-
-
-def count_living_clients() -> int:
-    """Return how many clients this process has, those of abandoned attempts and of leaked worlds included.
-
-    While there is one, no other process may close its connection: that would end this process.
-    """
-    _living[:] = [reference for reference in _living if reference() is not None]
-    return len(_living)
 
 
 def make_forming_error(

@@ -26,15 +26,6 @@ class Action(enum.StrEnum):
     """None of these helps."""
 
 
-SEVERITIES: Final[Mapping[Action, int]] = {
-    Action.RETRY_IN_PLACE: 3,
-    Action.RESTART_WORKER: 2,
-    Action.TAKE_DEVICE_OUT: 2,
-    Action.TAKE_HOST_OUT: 1,
-    Action.STOP_JOB: 0,
-}
-
-
 class Evidence(enum.StrEnum):
     """What was seen."""
 

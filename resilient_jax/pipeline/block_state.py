@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.model_weights import list_leaf_specs
-from resilient_jax.ids import HostName
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
@@ -87,22 +86,6 @@ class BlockState:
         """Program and structure of the result, by unit."""
         self._programs: dict[tuple[Any, ...], Any] = {}
         """By what they compute."""
-
-    def init_units(
-        self, weights: Mapping[str, Any], host: HostName, holders: Sequence[Collection[HostName]]
-    ) -> None:
-        """Make the initial state of the units that a host holds, in place of any that is here.
-
-        Args:
-            weights: of the model, by name; others are ignored.
-            host: this one.
-            holders: of each block.
-        """
-        self.states.clear()
-        for number, unit in enumerate(self.units):
-            if host in unit.find_holders(holders):
-                own = {weight.name: jnp.asarray(weights[weight.name]) for weight in unit.weights}
-                self.states[number] = UnitState(own, self._optimizer.init(unit.join(own)))
 
     def replace(self, states: Mapping[int, UnitState]) -> None:
         """Replace the units that are here by others, maybe of another step; by number."""

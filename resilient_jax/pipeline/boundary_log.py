@@ -20,11 +20,6 @@ class BoundaryLog:
         self._forgotten: set[Boundary] = set()
 
     @property
-    def bytes_held(self) -> int:
-        """The bytes of all values in the log."""
-        return self._bytes_held
-
-    @property
     def forgotten(self) -> AbstractSet[Boundary]:
         """The values of this step that were sent, and are no longer here: to send one again is to compute it again."""
         return frozenset(self._forgotten)

@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import msgspec
-import numpy as np
 
 from resilient_jax.host_exchange import MailExchange
 from resilient_jax.ids import HostName
@@ -123,13 +122,6 @@ class StepMail:
         """
         deadline_s = time.monotonic() + self.wait_timeout_s
         return self.service.take(key, sender=sender, deadline_s=deadline_s, check=self.check).data
-
-    def try_take_arrays(
-        self, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
-    ) -> tuple[np.ndarray, ...] | None:
-        """Return arrays if they have arrived."""
-        mail = self.service.box.try_take(key)
-        return None if mail is None else unpack_arrays(mail.data, shapes, str(key))
 
     def send_message(self, to: HostName, key: MailKey, message: object) -> None:
         """Send a message, without waiting."""

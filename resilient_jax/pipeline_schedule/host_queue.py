@@ -32,12 +32,11 @@ class HostQueue:
         peak_in_flight: the most hops at a time whose forward pass was begun and whose last task was not done.
     """
 
-    def __init__(self, schedule: PipelineSchedule, extra_in_flight: int) -> None:
+    def __init__(self, schedule: PipelineSchedule) -> None:
         self.free_s = 0.0
         self.peak_in_flight = 0
         self._schedule = schedule
         self._was_backward = False
-        self._extra = extra_in_flight
         self._coming: list[tuple[float, int, int, Depth, Task]] = []
         # Ready tasks by kind and, because the bound depends on it, by depth: (turn, microbatch, task).
         self._ready: dict[TaskKind, dict[Depth, list[tuple[int, int, Task]]]] = {
@@ -100,9 +99,6 @@ class HostQueue:
         # Hops further from the loss do not count: they may wait for this very forward pass.
         from_loss, hops = depth
         count = sum(number for other, number in self._before_backward.items() if other <= from_loss)
-        if count >= from_loss + self._extra:
+        if count >= from_loss:
             return False
-        return (
-            self._schedule is not PipelineSchedule.ZERO_BUBBLE
-            or count + self._before_weights < hops + self._extra
-        )
+        return self._schedule is not PipelineSchedule.ZERO_BUBBLE or count + self._before_weights < hops

@@ -60,7 +60,6 @@ def order_tasks(
     done: Collection[Task] = frozenset(),
     arrived: Collection[Boundary] = frozenset(),
     transfer_s: TransferSeconds | None = None,
-    extra_in_flight: int = 0,
 ) -> TaskOrders:
     """Return the order of each host's tasks; the same on every host, from the same arguments.
 
@@ -72,8 +71,6 @@ def order_tasks(
         arrived: values that the hop that needs them has, whatever became of their sender: nothing waits for them. Each
             host must pass the same.
         transfer_s: time between two hosts; None: transfers take no time.
-        extra_in_flight: how many microbatches more than by rule 2 a host may have in memory. Where hosts have work of
-            unequal pipelines, as after rerouting, one or two make a step shorter.
 
     Raises:
         RouteError: two routes of a microbatch, or a finished task of a hop that no route has.
@@ -81,7 +78,7 @@ def order_tasks(
     graph = TaskGraph(validate_routes(routes), schedule, frozenset(done), frozenset(arrived))
     simulation = _Simulation(
         graph,
-        {hop.host: HostQueue(schedule, extra_in_flight) for route in routes for hop in route.hops},
+        {hop.host: HostQueue(schedule) for route in routes for hop in route.hops},
         transfer_s or _take_no_time,
     )
     return simulation.run(_HopSeconds(seconds))

@@ -71,15 +71,6 @@ def combine_speeds(*speeds: Mapping[HostName, float]) -> dict[HostName, float]:
     return found
 
 
-def cut_evenly(block_costs: Sequence[float], num_parts: int) -> list[int]:
-    """Return how many consecutive blocks each part has, one at least, so that the most costly part costs least.
-
-    >>> cut_evenly([1.0, 1.0, 1.0, 1.0, 4.0], 2)
-    [4, 1]
-    """
-    return cut_by_speed(block_costs, [1.0] * num_parts)
-
-
 def cut_by_speed(block_costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
     """Return how many consecutive blocks each part has, one at least, so that the last one is done soonest.
 

@@ -72,14 +72,6 @@ _POSITIVE = frozenset(
 _PARTS = _POSITIVE | {"fsdp_overlap", "activation_overlap"}
 
 
-def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write the constants as TOML, one key each; beside `h100.toml` call the file `h100.calibration.toml`."""
-    lines = [
-        f"{field.name} = {getattr(calibration, field.name)!r}" for field in dataclasses.fields(calibration)
-    ]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def load_calibration(path: str | Path) -> Calibration:
     """Return the constants in a TOML file; a missing key has its default.
 

@@ -5,9 +5,7 @@ time from the end of a task until the next stage has its result:
 
     weights apart   N p + (P - 1) (t - W + 2 x),   p = max(t, t - W + W / P + 2 x (P - 1) / P)
     interleaved     (N + (P - 1) / r) (t + 2 x)         r > 1 chunks of layers on a stage; Narayanan et al. 2021, 2.2
-    redundant       weights apart with t + F: each stage also computes the forward pass of the next (Bamboo, arXiv
-                    2204.12013); a pipeline that lost a stage has P - 1 stages, one of which takes 2 t
-    rerouted        the same + sum_i N F_i / (D - F_i) p     F_i of D peers of stage i failed; arXiv 2508.21613
+    rerouted        weights apart + sum_i N F_i / (D - F_i) p     F_i of D peers of stage i failed; arXiv 2508.21613
 
 The first is `pipeline_schedule.tasks.DEFAULT_SCHEDULE` (ZB-H1, https://arxiv.org/abs/2401.10241): weight gradients fill
 the gaps, so that only F and B of P - 1 stages are waited for. At most P microbatches are in flight, so one cannot
@@ -23,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resilient_jax.errors import CallerError
-from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
 
 Seconds = float | NDArray[np.float64]
 """One time, or a column of them."""
@@ -113,28 +110,3 @@ def estimate_rerouted_s(
     # Each of the D - F_i live peers of stage i takes N F_i / (D - F_i) of the N F_i microbatches of the failed ones.
     more = math.fsum(microbatches * count / (pipelines - count) for count in failed)
     return float((microbatches + more) * time.microbatch_s + time.fill_s)
-
-
-def estimate_redundant_s(
-    stages: int, microbatches: int, pipelines: int, failed: int, stage_s: float, transfer_s: float = 0.0
-) -> float:
-    """Return the step time of pipelines in which each stage can take over the next: redundant computation.
-
-    Each device needs the memory of two stages. What a failure interrupts is not counted, which favors redundancy.
-
-    Args:
-        stages: P, two or more.
-        microbatches: microbatches of a step, of all pipelines together.
-        pipelines: D.
-        failed: pipelines that lost one stage.
-        stage_s: t, without redundancy; a third of it is the forward pass.
-        transfer_s: x.
-    """
-    whole = time_pipeline(stages, (1 + WEIGHT_SHARE) * stage_s, transfer_s)
-    broken = time_pipeline(stages - 1, 2 * stage_s, transfer_s)
-    machines = [
-        MachineClass(count=count, start_s=float(time.fill_s), task_s=float(time.microbatch_s))
-        for count, time in ((pipelines - failed, whole), (failed, broken))
-        if count
-    ]
-    return assign_tasks(microbatches, machines).makespan_s

@@ -36,17 +36,6 @@ def compute_score(samples: float, step_s: float, transition_s: float, next_failu
     return samples / step_s * (next_failure_s - transition_s) / next_failure_s
 
 
-def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
-    """Return the time to the next failure from which on a new plan pays: `T / (1 - t_dyn / t_rr)`.
-
-    >>> compute_break_even_s(2, 1, 10)
-    20.0
-    """
-    # Rerouting has no transition, so scores are equal at (B / t_dyn) (D - T) / D = B / t_rr; solved for D, in s. D is
-    # positive only if the new step is shorter than the rerouted one.
-    return transition_s / (1 - new_step_s / rerouted_step_s)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """A part of what follows a choice, in order: a pause, and then training at one speed.
@@ -80,19 +69,6 @@ def score_phases(phases: tuple[Phase, ...], next_failure_s: float) -> float:
         trained += phase.speed * trains_s
         left_s -= trains_s
     return trained / next_failure_s
-
-
-def estimate_failure_rate(num_hosts: int, failures: int, observed_s: float) -> float:
-    """Return the failures per second of some hosts, by the prior and by what a job has seen of them.
-
-    Args:
-        failures: failures of these hosts in the job so far.
-
-    >>> 1 / estimate_failure_rate(1, 0, 0.0) / HOUR_S
-    6337.5
-    """
-    # Gamma(shape = prior b, rate = b) after k failures in T: mean (prior b + k) / (b + T), in 1 / s.
-    return (num_hosts * PRIOR_FAILURES_PER_HOST + failures) / (PRIOR_EXPOSURE_S + observed_s)
 
 
 def describe_s(seconds: float) -> str:

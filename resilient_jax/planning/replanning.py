@@ -122,10 +122,10 @@ class ReplanDecision:
         return self.chosen.transition_s
 
 
-def estimate_next_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:
+def estimate_next_failure_s(topology: Topology) -> float:
     """Return the mean time to the next failure of any of the devices."""
     # D = (device hours per failure) / devices, in s: the rates of independent failures add up.
-    return device_hours / topology.device_count * HOUR_S
+    return DEVICE_HOURS_PER_FAILURE / topology.device_count * HOUR_S
 
 
 def _is_never_compiled(_: Plan) -> bool:

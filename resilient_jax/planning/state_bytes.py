@@ -64,11 +64,6 @@ class StateBytes(NamedTuple):
         return held.plus(self.tied) if is_first or is_last else held
 
 
-def count_state_bytes(program_cost: ProgramCost, axes: ReplicaAxes) -> StateBytes:
-    """Return the bytes of each part under these axes; replicas, sequence and pipeline shard no tensor."""
-    return StateCounter(program_cost).count(axes)
-
-
 class _Row(NamedTuple):
     """A tensor: the part that counts it, elements and bytes of one layer, and the index of its kind of partition."""
 
@@ -80,7 +75,7 @@ class _Row(NamedTuple):
 
 
 class StateCounter:
-    """`count_state_bytes` of one program for many axes: tensors that are partitioned alike are partitioned once."""
+    """The bytes of each part of one program, under any axes; tensors that are partitioned alike are so once."""
 
     def __init__(self, program_cost: ProgramCost) -> None:
         self._program_cost = program_cost

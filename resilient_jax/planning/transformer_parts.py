@@ -60,8 +60,6 @@ MIXED_PRECISION: Final = Precision()
 LAYER_KERNELS: Final = 12
 """Of a layer's forward pass: products of queries, keys, values, outputs, and two or three of the feed-forward network;
 attention, two norms, rotation, activation function, and residual sums that the compiler does not fuse into others."""
-SINGLE_PRECISION: Final = Precision(compute_bytes=4)
-"""Everything in float32."""
 
 
 def analyze_embedding(shape: TransformerShape, precision: Precision) -> PartCost:

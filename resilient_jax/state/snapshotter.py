@@ -131,7 +131,6 @@ class Snapshotter:
         self._domain = failure_domain or host
         self._credentials = credentials
         self._line = agent
-        self._reach = failpoint
         self._server = LocalServerClient(descriptor)
         self._capture = SnapshotCapture(self._server, host, agent.record_event, failpoint=failpoint)
         self._opened: _Opened | None = None

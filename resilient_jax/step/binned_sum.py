@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Tree = Any
-"""A pytree of arrays."""
 NUM_SLOTS, MANY_SLOTS = 2, 3
 """K, of the sums of a step, and of those of more than `MANY_ADDENDS`."""
 MANY_ADDENDS: Final = 2**10

@@ -20,6 +20,7 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
@@ -33,12 +34,12 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKi
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.block_prefetch import BlockPrefetch
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.mail_addresses import MailAddresses
 from resilient_jax.trainer.nonfinite import check_table
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.pipelined_loss import (
@@ -119,7 +120,7 @@ class PipelinedSteps:
         self._early_stopping: dict[int, Tree] = {}
         """Its state, which every host has, in the state of a step: the committed one, and the next."""
         self._bytes_per_s = options.state_bytes_per_s
-        self._addresses = MailAddresses()
+        self._addresses = _MailAddresses()
         self._num_exchanges = 0
         """How often the hosts of this generation have sent each other units."""
         self._has_agreed = self._has_resumed = False
@@ -465,3 +466,30 @@ def _before_task(world: World, task: Task) -> None:
 def _pass_before_update(world: World, recipe: Recipe, step: int, table: CommitTable) -> None:
     world.step_services.hit_failpoint(FailPoint.AFTER_REDUCE)
     check_table(recipe, step, table)
+
+
+class _MailAddresses:
+    """The addresses of the hosts that this one has trained with last."""
+
+    def __init__(self) -> None:
+        self._known: dict[HostName, str] = {}
+
+    def learn(self, world: World, own: str) -> dict[HostName, str]:
+        """Return the addresses of all live hosts, which they tell each other; every host must call this.
+
+        Args:
+            world: of the generation that begins.
+            own: the address of this host, which stays the same as long as its worker lives.
+
+        Raises:
+            ServiceEnded: an address is not known, and the world can form no clique to ask.
+        """
+        if world.step_services.mail_sums is None:
+            assert len(own.encode()) <= ROW_SIZE, "an address is short"
+            self._known = dict(zip(world.hosts, gather_texts(world, own.encode()), strict=True))
+        elif unknown := sorted(set(world.hosts).difference(self._known)):
+            raise ServiceEnded(
+                f"pipeline: found no address of {', '.join(unknown)}, expected one of every host: without the "
+                "coordination service of their world hosts cannot ask each other. A new world follows"
+            )
+        return {host: self._known[host] for host in world.hosts}

@@ -18,7 +18,6 @@ class VariableTree:
     """Joins the variables of a model to a tree, and splits such a tree.
 
     Attributes:
-        num_params: number of leaves that are trained: the first ones.
     """
 
     def __init__(self, abstract: Variables) -> None:
@@ -27,7 +26,6 @@ class VariableTree:
         Raises:
             CallerError: a variable is a random key, which has no bits to be sent.
         """
-        self.num_params = len(jax.tree.leaves(abstract.params))
         self._names = sorted(abstract.collections)
         params = abstract.params if isinstance(abstract.params, dict) else {}
         # A key that no trained variable has.

@@ -1,6 +1,5 @@
 """Authentication of peers: a check of their proofs, and a report of the first refusal of each peer."""
 
-import collections
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +28,7 @@ OnEvent = Callable[[EventKind, EventFields], None]
 
 
 class Authenticator:
-    """Checks proofs, decodes requests and counts refusals.
+    """Checks proofs, decodes requests and reports refusals.
 
     Signatures and their refusals are safe to share between threads; what is about calls belongs to one event loop.
     """
@@ -38,16 +37,8 @@ class Authenticator:
         self._token = Token(token)
         self._sessions = ServerSessions(self._token)
         self._on_event = on_event
-        self._lock = threading.Lock()  # guards the counter below
-        self._refusals: collections.Counter[tuple[EventKind, str]] = collections.Counter()
-
-    @property
-    def num_unauthenticated(self) -> int:
-        """How many calls and connections did not prove that they have the token."""
-        with self._lock:
-            return sum(
-                n for (kind, _), n in self._refusals.items() if kind is EventKind.REQUEST_UNAUTHENTICATED
-            )
+        self._lock = threading.Lock()  # guards the set below
+        self._refused: set[tuple[EventKind, str]] = set()
 
     def decode_authenticated(
         self,
@@ -125,13 +116,13 @@ class Authenticator:
         raise Unauthenticated(reason)
 
     def _report(self, kind: EventKind, peer: str, detail: EventFields) -> None:
-        """Count a refusal, and report it the first time that `kind` occurs with the address of `peer`."""
+        """Report a refusal the first time that `kind` occurs with the address of `peer`."""
         host = parse_peer_host(peer)
         with self._lock:
-            is_known = (kind, host) in self._refusals
-            key = host if is_known or len(self._refusals) < MAX_PEERS_REPORTED else "others"
-            is_first = (kind, key) not in self._refusals
-            self._refusals[kind, key] += 1
+            is_known = (kind, host) in self._refused
+            key = host if is_known or len(self._refused) < MAX_PEERS_REPORTED else "others"
+            is_first = (kind, key) not in self._refused
+            self._refused.add((kind, key))
         if is_first and self._on_event is not None:
             self._on_event(kind, {"peer": key, **detail})
 

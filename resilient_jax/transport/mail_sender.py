@@ -62,12 +62,6 @@ class MailSender:
         self._thread.start()
 
     @property
-    def bytes_queued(self) -> int:
-        """The bytes that wait to be sent, without those that are being sent."""
-        with self._changed:
-            return sum(mail.data.nbytes for mail in self._queue)
-
-    @property
     def has_ended(self) -> bool:
         """Whether the connection ended, or none could be made."""
         with self._changed:

@@ -31,8 +31,6 @@ class Mailbox:
         self._silent: dict[HostName, ResilientJaxError] = {}
         self._generation = 0
         self._first_step = 0
-        self._num_refused = 0
-        self._num_duplicates = 0
         self._is_closed = False
 
     @property
@@ -41,24 +39,6 @@ class Mailbox:
         with self._changed:
             return self._is_closed
 
-    @property
-    def num_refused(self) -> int:
-        """How many values came too late: of an older generation, or of a finished step."""
-        with self._changed:
-            return self._num_refused
-
-    @property
-    def num_duplicates(self) -> int:
-        """How many second copies were dropped."""
-        with self._changed:
-            return self._num_duplicates
-
-    @property
-    def bytes_held(self) -> int:
-        """The bytes of all values that have arrived and were not taken."""
-        with self._changed:
-            return sum(mail.data.nbytes for mail in self._mail.values())
-
     def put(self, mail: Mail) -> bool:
         """Keep a value; return False if it is too old, or a second copy.
 
@@ -66,11 +46,7 @@ class Mailbox:
         """
         key = mail.key
         with self._changed:
-            if self._is_old(key):
-                self._num_refused += 1
-                return False
-            if key in self._mail or key in self._taken:
-                self._num_duplicates += 1
+            if self._is_old(key) or key in self._mail or key in self._taken:
                 return False
             self._mail[key] = mail
             self._changed.notify_all()
@@ -102,7 +78,7 @@ class Mailbox:
 
         Args:
             deadline_s: monotonic time of the limit.
-            check: called again and again while this waits, and after each `wake`; what `check` raises ends the wait.
+            check: called again and again while this waits; what `check` raises ends the wait.
 
         Raises:
             PeerUnreachable: the deadline has passed, the sender sends no more, or the box was closed.
@@ -125,11 +101,6 @@ class Mailbox:
                 if left_s <= 0:
                     raise PeerUnreachable(self._describe_missing(key, sender))
                 self._changed.wait(min(left_s, CHECK_INTERVAL_S))
-
-    def wake(self) -> None:
-        """Have each wait call its `check` now."""
-        with self._changed:
-            self._changed.notify_all()
 
     def mark_silent(self, sender: HostName, error: ResilientJaxError | None) -> None:
         """End waits for what a host has not sent, present and later ones of this generation.

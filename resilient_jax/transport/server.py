@@ -27,7 +27,6 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.grpc_options import server_options
 from resilient_jax.transport.method import AnyMethod, ByteStreamMethod, decode, encode, format_method_path
-from resilient_jax.transport.routes import Routes
 from resilient_jax.transport.server_address import bind_server, is_own_address
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,27 @@ AnswerProof = tuple[tuple[str, bytes], ...]
 NO_PROOF: AnswerProof = ()
 ByteStreamHandler = Callable[[Any, ByteStream], Awaitable[None]]
 # The message types differ per method; Method ties them together, a mapping cannot.
+
+
+class _Routes(grpc.GenericRpcHandler):
+    """Finds the handler of a path; without one gRPC answers UNIMPLEMENTED."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[str, grpc.RpcMethodHandler] = {}
+
+    def add(self, path: str, handler: grpc.RpcMethodHandler) -> None:
+        """Serve `path` by `handler`.
+
+        Raises:
+            ValueError: another handler serves the path.
+        """
+        if path in self._by_path:
+            raise ValueError(f"{path}: found a second handler, expected one for each path")
+        self._by_path[path] = handler
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """Return the handler of a call, for gRPC, or None."""
+        return self._by_path.get(handler_call_details.method)
 
 
 class Server:
@@ -64,7 +84,7 @@ class Server:
         self._asked_address = address
         self._credentials = credentials
         self._gate = Authenticator(credentials.token, on_event)
-        self._routes = Routes()
+        self._routes = _Routes()
         self._add_admission()
         self._server: grpc.aio.Server | None = None
         self._address: str | None = None
@@ -75,11 +95,6 @@ class Server:
         if self._address is None:
             raise RuntimeError("the server has no address before it is started")
         return self._address
-
-    @property
-    def num_unauthenticated(self) -> int:
-        """How many calls were refused for their token."""
-        return self._gate.num_unauthenticated
 
     def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
         """Serve `handlers` under `service`. Call it before `start`, or callers may find methods missing.

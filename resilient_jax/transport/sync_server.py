@@ -47,11 +47,6 @@ class SyncServer:
         """The address with the actual port; available once started."""
         return self._server.address
 
-    @property
-    def num_unauthenticated(self) -> int:
-        """How many calls were refused for their token."""
-        return self._server.num_unauthenticated
-
     def add(self, service: str, handlers: Mapping[AnyMethod, SyncUnaryHandler | SyncStreamHandler]) -> None:
         """Serve `handlers` under `service`. Call it before `start`, or callers may find methods missing.
 

@@ -39,6 +39,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerSettings,
 )
 from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.snapshot.malloc_settings import release_freed_memory
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.peer_transfer import StateServer
 from resilient_jax.state.snapshotter import Snapshotter
@@ -57,7 +58,6 @@ from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestC
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.digest_log import DigestObserver, open_digest_log
-from resilient_jax.worker.freed_memory import release_freed_memory
 from resilient_jax.worker.generation_info import describe_generation
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison

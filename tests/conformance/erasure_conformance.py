@@ -1,7 +1,6 @@
 """The contract of an erasure `Kernel`, as functions: every implementation passes all of CHECKS.
 
-The shapes are few, because XLA compiles a program for each. They contain every edge of vectors, blocks and tiles, where
-a kernel may be wrong.
+The shapes are few, and contain every edge of vectors, blocks and tiles, where a kernel may be wrong.
 
 Example:
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

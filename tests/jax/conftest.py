@@ -4,7 +4,8 @@ from typing import Final
 
 import pytest
 
-from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
+from tests.support.null_cache_hooks import NullCacheHooks
 
 CACHE_BYTES: Final = 4 * 2**30
 

@@ -15,7 +15,7 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_parts import SINGLE_PRECISION
+from resilient_jax.planning.transformer_parts import Precision
 
 LLAMA = TransformerShape(
     layers=3,
@@ -49,7 +49,7 @@ def tokens(shape: TransformerShape, examples: int = EXAMPLES) -> jax.ShapeDtypeS
 
 def closed_form(shape: TransformerShape) -> ProgramCost:
     """Return the closed-form cost of the decoder, in float32 and with the full square of attention."""
-    return analyze_transformer(shape, precision=SINGLE_PRECISION, attention=AttentionKind.SQUARE)
+    return analyze_transformer(shape, precision=Precision(compute_bytes=4), attention=AttentionKind.SQUARE)
 
 
 def rotate(x: jax.Array) -> jax.Array:

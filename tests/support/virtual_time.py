@@ -8,7 +8,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from resilient_jax.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 ROUND_S: Final = 1e-6
 

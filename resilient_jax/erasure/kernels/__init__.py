@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_jax.erasure.kernels.isal_kernel import IsalKernel as IsalKernel
     from resilient_jax.erasure.kernels.kernel_choice import KernelChoice as KernelChoice
-    from resilient_jax.erasure.kernels.kernel_choice import RejectedKernel as RejectedKernel
     from resilient_jax.erasure.kernels.kernel_choice import choose_kernel as choose_kernel
     from resilient_jax.erasure.kernels.numpy_kernel import NumpyKernel as NumpyKernel
-    from resilient_jax.erasure.kernels.xla_kernel import XlaKernel as XlaKernel
 
 _HOME = {
     "IsalKernel": "isal_kernel",
     "KernelChoice": "kernel_choice",
     "NumpyKernel": "numpy_kernel",
-    "RejectedKernel": "kernel_choice",
-    "XlaKernel": "xla_kernel",
     "choose_kernel": "kernel_choice",
 }
 
-__all__ = ["IsalKernel", "KernelChoice", "NumpyKernel", "RejectedKernel", "XlaKernel", "choose_kernel"]
+__all__ = ["IsalKernel", "KernelChoice", "NumpyKernel", "choose_kernel"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name

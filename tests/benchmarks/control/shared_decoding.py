@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Final, TypeVar
 from unittest import mock
 
-from resilient_jax.cluster import generation_reader
+from resilient_jax.cluster import generation_follower
 from resilient_jax.protocol.generation_change import GenerationChange
 from resilient_jax.protocol.records import Generation
 from resilient_jax.store.interface import KeyValue
@@ -34,8 +34,8 @@ class _Memory:
 def share_decoding() -> Iterator[None]:
     """Have all readers of generations in this process share what one has decoded."""
     memory = _Memory()
-    decode_generation = generation_reader.decode_generation
-    decode_change, apply_change = generation_reader.decode_change, generation_reader.apply_change
+    decode_generation = generation_follower.decode_generation
+    decode_change, apply_change = generation_follower.decode_change, generation_follower.apply_change
 
     def decode_generation_once(record: KeyValue) -> Generation:
         key = (record.key, record.mod_revision)
@@ -50,8 +50,8 @@ def share_decoding() -> Iterator[None]:
         return memory.find_or_make(key, (known, change), lambda: apply_change(known, change))
 
     with (
-        mock.patch.object(generation_reader, "decode_generation", decode_generation_once),
-        mock.patch.object(generation_reader, "decode_change", decode_change_once),
-        mock.patch.object(generation_reader, "apply_change", apply_change_once),
+        mock.patch.object(generation_follower, "decode_generation", decode_generation_once),
+        mock.patch.object(generation_follower, "decode_change", decode_change_once),
+        mock.patch.object(generation_follower, "apply_change", apply_change_once),
     ):
         yield

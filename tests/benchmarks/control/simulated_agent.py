@@ -16,7 +16,7 @@ from resilient_jax.cluster import progress_relay
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
-from resilient_jax.cluster.generation_reader import read_generations
+from resilient_jax.cluster.generation_follower import read_generations
 from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.progress_messages import HostProgress
 from resilient_jax.cluster.progress_relay import ProgressRelay

@@ -21,7 +21,7 @@ from resilient_jax.membership.next_members import COPY_TIMEOUT_S
 from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
 from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
 from resilient_jax.membership.return_groups import PATIENCE, ExpectedReturn
-from resilient_jax.planning.recovery_score import estimate_failure_rate
+from resilient_jax.planning.recovery_score import PRIOR_EXPOSURE_S, PRIOR_FAILURES_PER_HOST
 from resilient_jax.protocol.recovery_records import (
     JobHistory,
     LossCause,
@@ -365,7 +365,7 @@ class _DrawnJob(NamedTuple):
 
 
 def _draw_job(chance: random.Random, places: int, *, away: int) -> _DrawnJob:
-    rate = estimate_failure_rate(places, 0, 0.0) * math.exp(chance.gauss(0, RATE_SPREAD))
+    rate = places * PRIOR_FAILURES_PER_HOST / PRIOR_EXPOSURE_S * math.exp(chance.gauss(0, RATE_SPREAD))
     observed_s = chance.uniform(0, MAX_OBSERVED_S)
     scale = math.exp(abs(chance.gauss(0, SCALE_SPREAD)))
     means = {change: prior_s * scale for change, prior_s in PRIOR_S.items()}

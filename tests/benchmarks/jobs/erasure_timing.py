@@ -29,9 +29,10 @@ from resilient_jax.erasure import (
     ReedSolomon,
     decode,
     encode,
+    run_self_test,
 )
 from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
-from resilient_jax.erasure.kernels import choose_kernel
+from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel, choose_kernel
 from resilient_jax.erasure.matrix import Matrix
 from resilient_jax.erasure.reference_codec import make_reference_codec
 from tests.benchmarks.erasure.figures import (
@@ -108,9 +109,10 @@ def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
     """Return the available kernels, self-tested and fastest first, and the reasons why others are missing."""
     kernels: dict[KernelName, Kernel] = {}
     missing: dict[str, str] = {}
-    for name in KernelName:
+    for name, make in {KernelName.ISAL: IsalKernel, KernelName.NUMPY: NumpyKernel}.items():
         try:
-            kernels[name] = choose_kernel(name).kernel
+            kernels[name] = make()
+            run_self_test(kernels[name])
         except KernelUnavailable as error:
             missing[name] = str(error)
     return kernels, missing

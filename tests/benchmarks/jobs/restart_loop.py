@@ -19,8 +19,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from tests.benchmarks.jobs.resilience_record import Faults, Recorder, read_job
+from tests.support.null_cache_hooks import NullCacheHooks
 
 CHECKPOINTS_KEPT = 2
 CACHE_BYTES = 2**32

@@ -13,6 +13,13 @@ from flax import nnx
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.blocks.layer_marks import find_layer_paths, mark_layer, mark_layers
 from resilient_jax.errors import CallerError
+from tests.support.cut_variables import (
+    find_shared_weights,
+    join_gradients,
+    join_results,
+    join_variables,
+    split_variables,
+)
 
 ROWS, WIDTH, LAYERS = 3, 4, 3
 KEY = jax.random.key(1)
@@ -45,7 +52,7 @@ def loss_of_layers(variables, batch, key, call=lambda number, weights, x: mark_l
 
 def compute(cut, variables, batch=BATCH, key=KEY):
     """Return ((loss, auxiliary output), gradients) by blocks."""
-    weights, results, residuals = cut.split_variables(variables), [], []
+    weights, results, residuals = split_variables(cut, variables), [], []
     x: tuple[Any, ...] = ()
     for block in cut.blocks:
         x, made, kept = block.programs.forward(weights[block.number], x, batch, key)
@@ -55,8 +62,8 @@ def compute(cut, variables, batch=BATCH, key=KEY):
     for block in reversed(cut.blocks):
         number = block.number
         gradients[number], g = block.programs.backward(weights[number], residuals[number], g)
-    gradient = cut.join_gradients([gradients[number] for number in range(cut.num_blocks)])
-    return (x[0], cut.join_results(results)), gradient
+    gradient = join_gradients(cut, [gradients[number] for number in range(cut.num_blocks)])
+    return (x[0], join_results(cut, results)), gradient
 
 
 def check_against_uncut(loss, variables, cut, batch=BATCH):
@@ -75,7 +82,7 @@ def check_against_uncut(loss, variables, cut, batch=BATCH):
 def test_layers_of_a_plain_function_are_blocks():
     cut = cut_model(loss_of_layers, make_variables(), BATCH, KEY)
     assert [block.kind for block in cut.blocks] == [0, 1, 1, 1, 2]
-    assert [sorted(own) for own in cut.split_variables(make_variables())] == [
+    assert [sorted(own) for own in split_variables(cut, make_variables())] == [
         ["first"],
         *(sorted([f"layers/{number}/b", f"layers/{number}/w"]) for number in range(LAYERS)),
         ["last"],
@@ -207,7 +214,7 @@ def test_weights_that_are_cast_before_they_are_used_stay_in_their_blocks():
     cut = cut_model(loss, make_variables(), BATCH, KEY)
     plain = cut_model(loss_of_layers, make_variables(), BATCH, KEY)
     assert [block.weights for block in cut.blocks] == [block.weights for block in plain.blocks]
-    assert cut.shared_weights == {}
+    assert find_shared_weights(cut) == {}
 
 
 def scanned(variables, batch, key, *, reverse=False, dtype=jnp.float32):
@@ -227,7 +234,7 @@ def test_each_iteration_of_a_scan_over_layers_is_a_block_with_its_layer_of_each_
     loss = functools.partial(scanned, reverse=reverse)
     cut = cut_model(loss, make_stacked(), BATCH, KEY)
     layers = range(LAYERS)[::-1] if reverse else range(LAYERS)
-    assert [sorted(own) for own in cut.split_variables(make_stacked())[1:-1]] == [
+    assert [sorted(own) for own in split_variables(cut, make_stacked())[1:-1]] == [
         [f"layers/b[{number}]", f"layers/w[{number}]"] for number in layers
     ]
     assert len(cut.kinds) == 3
@@ -242,7 +249,7 @@ def test_a_stack_that_is_cast_as_a_whole_is_cast_layer_by_layer():
 def test_a_weight_without_a_use_belongs_to_the_first_block_and_has_a_gradient_of_zero():
     variables = {**make_variables(), "unused": draw(3, 2)}
     cut = cut_model(loss_of_layers, variables, BATCH, KEY)
-    assert "unused" in cut.split_variables(variables)[0]
+    assert "unused" in split_variables(cut, variables)[0]
     _, gradients = compute(cut, variables)
     np.testing.assert_array_equal(gradients["unused"], 0)
 
@@ -256,7 +263,7 @@ def test_frozen_weights_have_no_gradient():
     _, gradients = compute(cut, variables)
     assert gradients["count"] is None
     assert all(own["b"] is None and own["w"] is not None for own in gradients["layers"])
-    joined = cut.join_variables(cut.split_variables(variables))
+    joined = join_variables(cut, split_variables(cut, variables))
     assert jax.tree.all(jax.tree.map(np.array_equal, joined, variables))
 
 
@@ -270,7 +277,7 @@ def test_a_layer_that_is_called_twice_is_two_blocks_with_shared_weights():
     variables = make_variables()
     cut = cut_model(loss, variables, BATCH, KEY)
     assert cut.num_blocks == 5
-    assert cut.shared_weights == {"layers/0/w": (1, 2, 3), "layers/0/b": (1, 2, 3)}
+    assert find_shared_weights(cut) == {"layers/0/w": (1, 2, 3), "layers/0/b": (1, 2, 3)}
     check_against_uncut(loss, variables, cut)
 
 

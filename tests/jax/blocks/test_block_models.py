@@ -20,6 +20,7 @@ from resilient_jax.sharding.stage_sharding import (
 )
 from resilient_jax.trainer.model_adapters import Variables, adapt_model
 from resilient_jax.trainer.train_step import cast_parameters
+from tests.support.cut_variables import find_shared_weights, join_results, split_variables
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture for all tests of the module
 
 ROWS, WIDTH, LAYERS = 8, 8, 3
@@ -97,8 +98,8 @@ def test_of_the_trainers_models_each_layer_has_its_parameters_and_makes_its_batc
     loss, variables = make_model(kind)
     cut = cut_model(loss, variables, BATCH, KEY, is_trained=is_parameter)
     assert [block.kind for block in cut.blocks] == [0, 1, 1, 1, 2]
-    assert cut.shared_weights == {}
-    weights, results = cut.split_variables(variables), []
+    assert find_shared_weights(cut) == {}
+    weights, results = split_variables(cut, variables), []
     x: tuple[Any, ...] = ()
     for block in cut.blocks:
         x, made, _ = block.programs.forward(weights[block.number], x, BATCH, jax.random.key(0))
@@ -106,7 +107,7 @@ def test_of_the_trainers_models_each_layer_has_its_parameters_and_makes_its_batc
         results.append(made)
     expected, after = jax.jit(loss)(variables, BATCH, jax.random.key(0))
     assert float(x[0]) == pytest.approx(float(expected), rel=0.02)
-    found = cut.join_results(results)
+    found = join_results(cut, results)
     assert jax.tree.structure(found) == jax.tree.structure(after)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(after), strict=True):
         np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02)
@@ -150,7 +151,7 @@ def test_a_block_computes_over_all_devices_of_a_host(axis, eight_devices):  # no
     here = abstract.with_mesh(make_stage_mesh(abstract.mesh, eight_devices[:2]))
     weights = [
         {name: jax.device_put(leaf, here.place(here.find_weight_spec(name))) for name, leaf in own.items()}
-        for own in cut.split_variables(variables)
+        for own in split_variables(cut, variables)
     ]
     batch = here.place_values(BATCH)
     crossing = here.shard(P(EXAMPLE_AXES) if axis == "fsdp" else P())

@@ -11,6 +11,13 @@ import pytest
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.sharding.jaxprs import iterate_equations
+from tests.support.cut_variables import (
+    find_shared_weights,
+    join_gradients,
+    join_results,
+    join_variables,
+    split_variables,
+)
 from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import KEY, LAYERS, MAKERS, ROWS, TOKENS, WIDTH, make_batch
 
@@ -37,18 +44,18 @@ def cuts():
 
 def run_forward(cut, variables, batch=BATCH, key=KEY):
     """Return (loss, auxiliary output, residuals of each block)."""
-    weights, results, residuals = cut.split_variables(variables), [], []
+    weights, results, residuals = split_variables(cut, variables), [], []
     x: tuple[Any, ...] = ()
     for block, own in zip(cut.blocks, weights, strict=True):
         x, made, kept = block.programs.forward(own, x, batch, key)
         results.append(made)
         residuals.append(kept)
-    return x[0], cut.join_results(results), residuals
+    return x[0], join_results(cut, results), residuals
 
 
 def run_backward(cut, variables, residuals):
     """Return the gradients of each block."""
-    weights, g, gradients = cut.split_variables(variables), cut.loss_gradient, {}
+    weights, g, gradients = split_variables(cut, variables), cut.loss_gradient, {}
     for block in reversed(cut.blocks):
         found, g = block.programs.backward(weights[block.number], residuals[block.number], g)
         gradients[block.number] = found
@@ -84,7 +91,7 @@ def test_only_the_hidden_state_crosses_a_cut(cuts, name):
 def test_loss_and_gradients_are_those_of_the_uncut_program(cuts, name, dtype):
     cut, decoder = cuts(name, dtype)
     loss, aux, residuals = run_forward(cut, decoder.variables)
-    gradients = cut.join_gradients(run_backward(cut, decoder.variables, residuals))
+    gradients = join_gradients(cut, run_backward(cut, decoder.variables, residuals))
     whole = jax.jit(jax.value_and_grad(decoder.plain, has_aux=True))
     (expected_loss, expected_aux), expected = whole(decoder.variables, BATCH, KEY)
     assert float(loss) == pytest.approx(float(expected_loss), rel=TOLERANCE[dtype])
@@ -103,7 +110,7 @@ def test_gradients_have_the_same_bits_whichever_way_the_tasks_are_ordered(cuts, 
     cut, decoder = cuts(name, jnp.bfloat16)
     _, _, residuals = run_forward(cut, decoder.variables)
     expected = digest(run_backward(cut, decoder.variables, residuals))
-    weights, g, kept = cut.split_variables(decoder.variables), cut.loss_gradient, {}
+    weights, g, kept = split_variables(cut, decoder.variables), cut.loss_gradient, {}
     for block in reversed(cut.blocks):
         own = weights[block.number]
         g, kept[block.number] = block.programs.backward_input(own, residuals[block.number], g)
@@ -118,7 +125,7 @@ def test_values_that_travelled_through_host_memory_change_no_bit(cuts, name):
     cut, decoder = cuts(name)
     loss, _, residuals = run_forward(cut, decoder.variables)
     expected = digest((loss, run_backward(cut, decoder.variables, residuals)))
-    weights, logged = cut.split_variables(decoder.variables), []
+    weights, logged = split_variables(cut, decoder.variables), []
     x: tuple[Any, ...] = ()
     for block in cut.blocks:
         logged.append(tuple(np.array(value) for value in x))
@@ -156,7 +163,7 @@ def test_no_matrix_product_is_computed_twice(cuts, name):
 @each_decoder
 def test_residuals_hold_no_weights_nor_casts_of_them(cuts, name):
     cut, decoder = cuts(name, jnp.bfloat16)
-    weights = cut.split_variables(decoder.variables)
+    weights = split_variables(cut, decoder.variables)
     _, _, residuals = run_forward(cut, decoder.variables)
     for own, kept in zip(weights, residuals, strict=True):
         shapes = {weight.shape for weight in own.values()} | {weight.T.shape for weight in own.values()}
@@ -184,8 +191,8 @@ def test_a_kind_is_compiled_once_for_all_its_blocks_and_microbatches(name):
 def test_variables_that_are_split_into_blocks_and_joined_are_the_same(cuts, name):
     cut, decoder = cuts(name)
     for variables in (decoder.variables, jax.tree.map(np.asarray, decoder.variables)):
-        weights = cut.split_variables(variables)
-        joined = cut.join_variables(weights)
+        weights = split_variables(cut, variables)
+        joined = join_variables(cut, weights)
         assert jax.tree.structure(joined) == jax.tree.structure(variables)
         for one, other in zip(jax.tree.leaves(joined), jax.tree.leaves(variables), strict=True):
             assert type(one) is type(other)
@@ -198,12 +205,12 @@ def test_variables_that_are_split_into_blocks_and_joined_are_the_same(cuts, name
 @each_decoder
 def test_tied_embeddings_belong_to_the_first_and_the_last_block(cuts, name):
     cut, decoder = cuts(name)
-    ((tied, holders),) = cut.shared_weights.items()
+    ((tied, holders),) = find_shared_weights(cut).items()
     assert tied.endswith("embedding")
     assert holders == (0, LAYERS + 1)
     _, _, residuals = run_forward(cut, decoder.variables)
     first, *_, last = run_backward(cut, decoder.variables, residuals)
-    joined = cut.join_gradients([first, last])
+    joined = join_gradients(cut, [first, last])
     total = next(
         leaf for path, leaf in jax.tree_util.tree_leaves_with_path(joined) if "embedding" in str(path)
     )
@@ -220,7 +227,7 @@ def test_with_remat_a_block_keeps_its_input_and_the_microbatch_only(cuts, name):
     for kept in residuals[1:-1]:
         floats = [value for value in kept if jnp.issubdtype(value.dtype, jnp.inexact)]
         assert sum(value.nbytes for value in floats) == hidden
-    gradients = cut.join_gradients(run_backward(cut, decoder.variables, residuals))
+    gradients = join_gradients(cut, run_backward(cut, decoder.variables, residuals))
     (expected_loss, _), expected = jax.jit(jax.value_and_grad(decoder.plain, has_aux=True))(
         decoder.variables, BATCH, KEY
     )
@@ -232,7 +239,7 @@ def test_with_remat_a_block_keeps_its_input_and_the_microbatch_only(cuts, name):
 def test_a_donated_gradient_that_came_from_host_memory_leaves_that_memory_alone(cuts):
     cut, decoder = cuts("nnx")
     _, _, residuals = run_forward(cut, decoder.variables)
-    block, weights = cut.blocks[1], cut.split_variables(decoder.variables)
+    block, weights = cut.blocks[1], split_variables(cut, decoder.variables)
     assert block.programs.kind.donates_g
     logged = np.ones((ROWS, TOKENS, WIDTH), np.float32)
     block.programs.backward_input(weights[1], residuals[1], (jax.device_put(logged),))

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.checkpoint import orbax_reader, orbax_writer
-from resilient_jax.checkpoint.byte_budget import ByteBudget
-from resilient_jax.checkpoint.orbax_reader import check_readable, inspect_checkpoint, read_boxes
+from resilient_jax.checkpoint.orbax_reader import ByteBudget, check_readable, inspect_checkpoint, read_boxes
 from resilient_jax.checkpoint.orbax_writer import WholeTree, write_checkpoint
 from resilient_jax.checkpoint.stored_tree import StoredBox, align_offset, allocate_memory, view_box
 from resilient_jax.errors import CheckpointUnreadable

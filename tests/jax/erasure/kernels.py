@@ -5,7 +5,7 @@ import pytest
 from resilient_jax.erasure.errors import KernelUnavailable
 from resilient_jax.erasure.isal_library import load_isal
 from resilient_jax.erasure.kernel import KernelName
-from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel, XlaKernel
+from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel
 
 
 def _has_isal():
@@ -20,9 +20,7 @@ needs_isal = pytest.mark.skipif(
     not _has_isal(), reason="ISA-L is not here: pip install 'resilient_jax[isal]'"
 )
 
-QUICK_KERNELS = [
+KERNELS = [
     pytest.param(IsalKernel, marks=needs_isal, id=KernelName.ISAL),
     pytest.param(NumpyKernel, id="numpy"),
 ]
-"""Kernels that multiply any shape without compiling."""
-ALL_KERNELS = [*QUICK_KERNELS, pytest.param(XlaKernel, id="xla")]

@@ -20,11 +20,8 @@ from resilient_jax.erasure import (
 from resilient_jax.erasure.isal_library import load_isal
 from resilient_jax.erasure.kernels import (
     NumpyKernel,
-    XlaKernel,
     choose_kernel,
     isal_kernel,
-    kernel_choice,
-    xla_kernel,
 )
 from resilient_jax.erasure.kernels.numpy_kernel import BLOCK_BYTES
 from tests.conformance.erasure_conformance import (
@@ -33,11 +30,11 @@ from tests.conformance.erasure_conformance import (
     compute_expected,
     make_random_buffers,
 )
-from tests.jax.erasure.kernels import ALL_KERNELS, needs_isal
+from tests.jax.erasure.kernels import KERNELS, needs_isal
 from tests.support.patience import patience
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=KERNELS)
 def kernel(request):
     return request.param()
 
@@ -114,27 +111,10 @@ def test_the_numpy_kernel_joins_its_blocks(length):
     assert apply_guarded(NumpyKernel(), matrix, sources) == compute_expected(matrix, sources)
 
 
-def compiled_programs():
-    """Return how many programs the XLA kernel has compiled in this process."""
-    return getattr(xla_kernel._multiply_tile, "_cache_size")()  # noqa: B009 - jax does not declare this method
-
-
-def test_xla_compiles_nothing_for_another_matrix_or_a_length_of_the_same_size():
-    kernel = XlaKernel()
-    for matrix, length in (((b"\x01\x02", b"\x03\x04"), 5000), ((b"\x09\x00", b"\xff\x80"), 8000)):
-        sources = make_random_buffers(2, length)
-        assert apply_guarded(kernel, matrix, sources) == compute_expected(matrix, sources)
-        compiled = compiled_programs()
-        apply_guarded(kernel, tuple(row[::-1] for row in matrix), sources)
-        assert compiled_programs() == compiled
-    apply_guarded(kernel, matrix, make_random_buffers(2, 5001))
-    assert compiled_programs() == compiled
-
-
 @needs_isal
 def test_isal_is_chosen_where_it_is_installed():
-    chosen = choose_kernel(allow_jax=True)
-    assert (chosen.kernel.name, chosen.reason, chosen.rejected) == ("isal", "isal is the fastest", ())
+    chosen = choose_kernel()
+    assert (chosen.kernel.name, chosen.reason) == ("isal", "isal is the fastest")
     assert "libisal" in chosen.kernel.description
 
 
@@ -142,42 +122,17 @@ def test_isal_is_chosen_where_it_is_installed():
 def test_without_isal_numpy_is_chosen_with_the_reason():
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
-    assert [kernel.name for kernel in chosen.rejected] == ["isal", "xla"]
-    assert chosen.reason == (
-        "numpy is the fastest that can be used: isal: ISA-L is not on this machine; xla: this process does not run jax"
-    )
-
-
-@pytest.mark.usefixtures("no_isal")
-def test_without_isal_xla_is_chosen_in_a_process_that_runs_jax():
-    chosen = choose_kernel(allow_jax=True)
-    assert chosen.kernel.name == "xla"
-    assert [kernel.name for kernel in chosen.rejected] == ["isal"]
+    assert chosen.reason == "numpy is the fastest that can be used: isal: ISA-L is not on this machine"
 
 
 def test_a_kernel_that_computes_wrong_bytes_is_rejected(monkeypatch):
     monkeypatch.setattr(kernels, "IsalKernel", lambda: OneBitWrong(0), raising=False)
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
-    assert "wrong products" in chosen.rejected[0].reason
-
-
-@pytest.mark.parametrize("name", [KernelName.XLA, KernelName.NUMPY])
-def test_a_kernel_can_be_requested(name):
-    chosen = choose_kernel(name)
-    assert (chosen.kernel.name, chosen.reason) == (name, f"{name} was requested")
-
-
-@pytest.mark.usefixtures("no_isal")
-def test_a_requested_kernel_that_is_unavailable_is_an_error():
-    with pytest.raises(KernelUnavailable, match="ISA-L is not on this machine"):
-        choose_kernel(KernelName.ISAL)
-
-
-def test_a_requested_kernel_that_is_wrong_is_an_error(monkeypatch):
+    assert "wrong products" in chosen.reason
     monkeypatch.setattr(kernels, "NumpyKernel", lambda: OneBitWrong(0), raising=False)
     with pytest.raises(KernelSelfTestFailed):
-        choose_kernel(KernelName.NUMPY)
+        choose_kernel()
 
 
 def test_the_error_of_a_missing_isal_says_how_to_install_it(monkeypatch):
@@ -194,11 +149,3 @@ def test_choosing_loads_no_jax():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(6), check=True
     )
     assert result.stdout.strip() == "False"
-
-
-def test_the_reason_of_the_choice_names_every_rejected_kernel():
-    rejected = [
-        kernel_choice.RejectedKernel(KernelName.ISAL, "a"),
-        kernel_choice.RejectedKernel(KernelName.XLA, "b"),
-    ]
-    assert kernel_choice._reason(KernelName.NUMPY, rejected).endswith("isal: a; xla: b")

@@ -16,7 +16,7 @@ from resilient_jax.erasure import (
 )
 from resilient_jax.erasure.kernels import NumpyKernel
 from resilient_jax.erasure.reference_codec import make_reference_codec
-from tests.jax.erasure.kernels import QUICK_KERNELS
+from tests.jax.erasure.kernels import KERNELS
 
 codes = st.one_of(
     st.builds(ReedSolomon, st.integers(1, 10), st.integers(1, 6)),
@@ -24,7 +24,7 @@ codes = st.one_of(
 )
 lengths = st.one_of(st.integers(0, 70), st.sampled_from([127, 4095, 4097, 65537]))
 randoms = st.integers(0, 2**32).map(random.Random)  # megabytes drawn by hypothesis itself would be too many
-each_kernel = pytest.mark.parametrize("make_kernel", QUICK_KERNELS)
+each_kernel = pytest.mark.parametrize("make_kernel", KERNELS)
 
 
 def encoded(code, kernel, data):

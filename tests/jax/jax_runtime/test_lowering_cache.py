@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.jax_runtime import lowering_cache
+from resilient_jax.jax_runtime.distributed import keep_traces
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
-from resilient_jax.jax_runtime.trace_cache import keep_traces
 from tests.support.eight_devices import eight_devices as eight_devices
 
 X = np.ones((8, 4), np.float32)

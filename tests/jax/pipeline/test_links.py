@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import FindingKind
 from resilient_jax.health.link_comparison import pair_hosts
@@ -25,6 +24,7 @@ from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.transport.received_mail import ReceivedMail, ReceivedMailCounter
 from resilient_jax.worker.host_health import HealthRecord, HostHealth
+from tests.support.manual_clock import ManualClock
 
 HOSTS = tuple(HostName(name) for name in "abcd")
 SENT_BYTES = dict(zip(HOSTS, (4e6, 8e6, 8e6, 4e6), strict=True))
@@ -248,7 +248,7 @@ def test_hosts_exchange_mail_in_pairs() -> None:
         for number, pairs in enumerate(rounds):
             partners = {host for pair in pairs for host in pair}
             assert {host for host in range(5) if found[host][number] > 0} == partners
-        assert not any(service.box.bytes_held for service in services)
+        assert not any(service.box.try_take_kind(MailKind.LINKS) for service in services)
         assert not lost.is_set()
     finally:
         for service in services:

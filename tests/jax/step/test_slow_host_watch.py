@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.events import Event, EventKind
 from resilient_jax.health.confirmation import name_slow_devices
 from resilient_jax.health.finding import Finding, FindingKind
@@ -29,6 +28,7 @@ from resilient_jax.step.link_speed import REPEATS, LinkMeasurement
 from resilient_jax.step.slow_host_watch import SlowHostWatch, decode_timings, describe_work, encode_timings
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from resilient_jax.worker.standalone import StandaloneControl
+from tests.support.manual_clock import ManualClock
 from tests.support.summing_hosts import SummingHosts
 
 HOSTS = 4

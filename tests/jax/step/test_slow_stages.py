@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.events import EventKind
 from resilient_jax.health.confirmation import DeviceRatios, is_confirmed_still
 from resilient_jax.health.finding import Finding, FindingKind
@@ -16,6 +15,7 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import DeviceSeconds
 from resilient_jax.step.slow_host_watch import Measurement
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
+from tests.support.manual_clock import ManualClock
 from tests.support.patience import patience
 
 HOSTS = tuple(HostName(name) for name in "abcd")

@@ -6,7 +6,6 @@ import random
 import msgspec
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
@@ -20,6 +19,7 @@ from resilient_jax.step.device_choice import DeviceChoice
 from resilient_jax.step.slowdown_estimate import estimate_slowdown
 from resilient_jax.worker.host_health import HealthRecord, HostHealth
 from resilient_jax.worker.lasting_slowdown import LASTING_EXCHANGES
+from tests.support.manual_clock import ManualClock
 from tests.support.patience import patience
 
 HOSTS = tuple(HostName(name) for name in "abcd")

@@ -24,6 +24,7 @@ from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnread
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
+from tests.process.checkpoint.storage_processes import find_newest_storage_process
 from tests.support.agents import free_port
 from tests.support.patience import patience, wait_until
 from tests.support.summing_hosts import add_messages
@@ -156,7 +157,7 @@ def test_the_saved_state_is_that_of_the_call_although_its_arrays_are_donated_bef
     expected = to_bytes(state)
     with open_store(tmp_path) as store:
         store.save(1, {"warm": jnp.zeros(3)})
-        with stopped(store.process_id):
+        with stopped(find_newest_storage_process()):
             assert store.start_save(2, state)
             wide = state.variables["wide"]
             overwritten = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(wide)
@@ -170,7 +171,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_with_an_event(tmp_
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        with stopped(store.process_id):
+        with stopped(find_newest_storage_process()):
             assert store.start_save(2, make_state(2), note)
             assert not store.start_save(3, make_state(3), note)
         store.wait_until_saved(note)
@@ -206,8 +207,7 @@ def test_the_death_of_the_storage_process_fails_the_save_and_the_next_save_start
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        process = store.process_id
-        assert process is not None
+        process = find_newest_storage_process()
         os.kill(process, signal.SIGSTOP)
         store.start_save(2, make_state(2), note)
         os.kill(process, signal.SIGKILL)
@@ -224,13 +224,11 @@ def test_a_save_that_exceeds_its_timeout_fails(tmp_path):
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
         store._client._timeout_s = 0.2
-        process = store.process_id
-        assert process is not None
+        process = find_newest_storage_process()
         os.kill(process, signal.SIGSTOP)
         store.start_save(2, make_state(2), note)
         with pytest.raises(CheckpointFailed, match=r"took more than 0\.2 s"):
             store.wait_until_saved(note)
-        assert store.process_id is None
         assert not Path(f"/proc/{process}").exists()
 
 
@@ -276,8 +274,7 @@ def test_the_unfinished_folder_of_another_live_writer_is_not_removed(tmp_path):
 def test_an_interrupted_load_does_not_affect_the_next_one(saved):
     with open_store(saved.parent) as store:
         store.load(3, abstract(make_state()))
-        process = store.process_id
-        assert process is not None
+        process = find_newest_storage_process()
 
         def end_it():
             os.kill(process, signal.SIGSTOP)
@@ -644,7 +641,7 @@ def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
 
 def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):
     def kill_idle(store):
-        os.kill(store.process_id, signal.SIGKILL)
+        os.kill(find_newest_storage_process(), signal.SIGKILL)
         wait_until("the end of the connection", lambda: store._client._connection.has_ended)
 
     with open_store(tmp_path) as store:

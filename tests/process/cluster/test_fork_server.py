@@ -10,19 +10,20 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from resilient_jax.cluster import fork_server_connection
 from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.cluster.fork_server_connection import ForkedProcess, ForkServerConnection
-from resilient_jax.cluster.fork_server_process import ForkServerProcess
+from resilient_jax.cluster.fork_server_process import SERVER_MODULE, ForkServerProcess
 from resilient_jax.cluster.worker_process import WorkerDescriptors, launch_script
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.connection import encode_message
 from resilient_jax.protocol.fork_messages import WorkerEnded, WorkerForked
 from resilient_jax.protocol.worker_messages import WorkerSettings
 from resilient_jax.telemetry.event_log import EventLog
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 from tests.support.process_ends import list_children, read_name, wait_gone
 
 SCRIPT = """
@@ -68,6 +69,11 @@ class Machine:
         connection = self.server.connect_agent()
         assert connection is not None
         return ForkServerConnection(connection)
+
+    @property
+    def server_pid(self) -> int:
+        (server,) = [child for child in psutil.Process().children() if SERVER_MODULE in child.cmdline()]
+        return server.pid
 
     @property
     def descriptors(self) -> WorkerDescriptors:
@@ -174,11 +180,11 @@ def test_the_group_of_a_worker_that_dies_with_its_agent_is_ended(tmp_path: Path)
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "child")
         child = int((await read(worker))[0])
-        os.kill(machine.server.pid, signal.SIGSTOP)  # it hears of both at once
+        os.kill(machine.server_pid, signal.SIGSTOP)  # it hears of both at once
         os.kill(worker.pid, signal.SIGKILL)
         machine.agent.close()
         os.kill(child, 0)
-        os.kill(machine.server.pid, signal.SIGCONT)
+        os.kill(machine.server_pid, signal.SIGCONT)
         await asyncio.to_thread(wait_gone, child)
 
     on_machine(tmp_path, check)
@@ -302,13 +308,15 @@ def test_workers_end_with_the_server_and_the_next_ones_are_not_forked(tmp_path: 
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "wait")
         await read(worker)
-        os.kill(machine.server.pid, signal.SIGKILL)
+        os.kill(machine.server_pid, signal.SIGKILL)
         assert await worker.wait_exited() == -signal.SIGKILL
         await asyncio.to_thread(wait_gone, worker.pid)
         assert await machine.fork() is None
         assert machine.agent.refusal == "the fork server: it has ended"
         assert not machine.agent.is_open
-        await machine.server.wait_ended()
+        await asyncio.to_thread(
+            wait_until, "its end", lambda: "fork_server.exited" in (tmp_path / "events.jsonl").read_text()
+        )
         assert machine.server.connect_agent() is None
 
     assert on_machine(tmp_path, check) == ["fork_server.started", "fork_server.exited"]
@@ -319,7 +327,7 @@ def test_a_server_that_is_stopped_goes_on_and_its_workers_live(tmp_path: Path) -
         worker = await fork(machine, "wait")
         await read(worker)
         for _ in range(2):
-            os.kill(machine.server.pid, signal.SIGSTOP)
+            os.kill(machine.server_pid, signal.SIGSTOP)
             other = await fork(machine, "--steps", "3")
             await read(other)
             assert await other.wait_exited() == 7
@@ -361,7 +369,7 @@ def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         worker = await fork(machine, "wait")  # answered after the one that was cancelled
-        children = list_children(machine.server.pid)
+        children = list_children(machine.server_pid)
         await read(worker)
         worker.kill()
         await worker.wait_exited()

@@ -17,6 +17,7 @@ from resilient_jax.cluster.progress_reader import read_progress
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.progress_tree import ProgressTree
 from resilient_jax.config import JobConfig
+from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
@@ -156,12 +157,15 @@ def test_a_new_leader_is_told_all_at_once_what_agents_know(tmp_path: Path) -> No
 def test_progress_is_never_a_reason_to_fail_whatever_the_leader_answers(tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as tree:
-            host, stranger = tree.hosts[3], Server(credentials=Credentials("another token"))
+            host, refused = tree.hosts[3], []
+            stranger = Server(
+                credentials=Credentials("another token"), on_event=lambda kind, _: refused.append(kind)
+            )
             ProgressRelay(host.relay._context, stranger, host.relay._make_own)
             async with stranger:
-                assert await read_progress(stranger.address, Credentials("token")) == ()
                 host.relay.follow(stranger.address, on_refused=lambda: None)
-                await wait_until(lambda: stranger.num_unauthenticated > 2)
+                await wait_until(lambda: refused == [EventKind.REQUEST_UNAUTHENTICATED])
+                assert await read_progress(stranger.address, Credentials("token")) == ()
             host.relay.follow(tree.hosts[0].relay.endpoint, on_refused=lambda: None)
             await tree.wait_step(1)
 

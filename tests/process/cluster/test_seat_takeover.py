@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.generation_follower import GenerationFollower
@@ -36,6 +35,7 @@ from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
 from tests.support.agent_parts import HOST, WAIT_S, make_agent_settings, wait_until
+from tests.support.manual_clock import ManualClock
 
 GENERATION = GenerationNumber(1)
 MAX_RESTARTS = 2

@@ -7,7 +7,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.standby_schedule import MAX_RETRY_S, SETTLING_S
 from resilient_jax.cluster.standby_worker import StandbyWorker
@@ -20,6 +19,7 @@ from resilient_jax.protocol.worker_messages import ImportsReported, WorkerSettin
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
 from tests.support.agent_parts import HOST, make_agent_settings
+from tests.support.manual_clock import ManualClock
 from tests.support.open_descriptors import count_descriptors, wait_for_descriptors
 from tests.support.patience import patience
 

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +30,13 @@ from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime import distributed, live_nodes, live_processes, world_forming
 from resilient_jax.jax_runtime.clique_connections import CliqueConnections
 from resilient_jax.jax_runtime.collective_thread import collective_thread
-from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.gloo import GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import WorldSeat
+from tests.support.null_cache_hooks import NullCacheHooks
 
 orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
@@ -441,8 +443,22 @@ def use_user_sockets() -> dict:
     return {"inner": accepted.recv(1).decode()}
 
 
+_made: list[Callable[[], object]] = []
+"""Weak references to all clients of this process, those of abandoned attempts and of leaked worlds included."""
+_make_client = world_forming.new_client
+
+
+def _note_client(*args: Any, **options: Any) -> tuple[Any, Callable[[], object]]:
+    client, reference = _make_client(*args, **options)
+    _made.append(reference)
+    return client, reference
+
+
+world_forming.new_client = _note_client
+
+
 def count_clients() -> dict:
-    return {"clients": world_forming.count_living_clients()}
+    return {"clients": sum(reference() is not None for reference in _made)}
 
 
 class CountingHooks(NullCacheHooks):

@@ -14,7 +14,8 @@ from tests.support.patience import patience
 SCRIPT = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
+from tests.support.null_cache_hooks import NullCacheHooks
 
 class Hooks(NullCacheHooks):
     missed_programs = []

@@ -47,6 +47,7 @@ from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_k
 from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_protocol import Mail
 from resilient_jax.transport.mail_service import MailService
+from tests.support.cut_variables import init_units
 from tests.support.patience import patience
 from tests.support.small_decoders import ROWS, make_batch, make_nnx
 
@@ -163,7 +164,7 @@ class Host:
             case "init":
                 holders = [frozenset(map(HostName, hosts)) for hosts in words["holders"]]
                 weights = jax.tree.map(jnp.copy, self.weights)  # an update deletes them
-                pipeline.state.init_units(weights, self.name, holders)
+                init_units(pipeline.state, self.optimizer, weights, self.name, holders)
                 pipeline.state.replace(self.place(pipeline.state.states))
                 return {}
             case "run":
@@ -250,7 +251,9 @@ class Host:
         """Return the state of every unit of the model, as it is at first."""
         assert self.pipeline is not None
         whole = BlockState(self.pipeline.state.units, self.optimizer)
-        whole.init_units(self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks)
+        init_units(
+            whole, self.optimizer, self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks
+        )
         return [whole.states[number] for number in sorted(whole.states)]
 
     def make_copies(self, number: int) -> UnitCopies:

@@ -116,7 +116,6 @@ def test_a_wrong_token_is_refused_and_reported_once():
                     with pytest.raises(Unauthenticated):
                         await anext(channel.stream(SERVICE, COUNT, Number(1)))
             assert not served
-            assert server.num_unauthenticated == 8
             assert await good.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S) == Number(1)
         expected = {
             "peer": "127.0.0.1",
@@ -138,7 +137,6 @@ def test_a_missing_token_is_refused():
             with pytest.raises(grpc.aio.AioRpcError, match=r"a proof of it is missing") as refused:
                 await raw_call(server, msgspec.msgpack.encode(Number(1)), None)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert server.num_unauthenticated == 1
 
     run(main)
 

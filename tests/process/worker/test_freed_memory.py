@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from resilient_jax.worker.freed_memory import release_freed_memory
+from resilient_jax.snapshot.malloc_settings import release_freed_memory
 
 MIB = 2**20
 PIECE_BYTES = 2**16

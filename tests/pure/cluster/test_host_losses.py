@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.host_losses import (
     SingleLosses,
@@ -25,6 +24,7 @@ from resilient_jax.store.interface import NO_LEASE, PutOp
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
 from tests.support.agent_parts import make_agent_settings
+from tests.support.manual_clock import ManualClock
 from tests.support.membership_job import Job, training
 
 HOST, OTHER = HostName("b"), HostName("c")

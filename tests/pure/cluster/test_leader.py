@@ -7,7 +7,6 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
@@ -28,6 +27,7 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.state_machine import FIRST_REVISION
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
+from tests.support.manual_clock import ManualClock
 from tests.support.stub_hosts import (
     VERSIONS,
     answer_generation,

@@ -23,7 +23,6 @@ from resilient_jax.planning.recovery_score import (
     HOUR_S,
     PRIOR_EXPOSURE_S,
     PRIOR_FAILURES_PER_HOST,
-    estimate_failure_rate,
 )
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause
 
@@ -87,7 +86,9 @@ def test_losses_of_other_hosts_do_not_make_a_host_suspect(losses):
     history = play(losses)
     others = [host for _, hosts, _ in losses for host in hosts]
     if C not in others:
-        assert estimate_rate(history, {C}) == pytest.approx(estimate_failure_rate(1, 0, history.observed_s))
+        assert estimate_rate(history, {C}) == pytest.approx(
+            PRIOR_FAILURES_PER_HOST / (PRIOR_EXPOSURE_S + history.observed_s)
+        )
 
 
 def test_a_host_that_leaves_after_a_notice_has_not_failed_and_is_expected_to_leave_again():
@@ -120,9 +121,17 @@ def test_failures_of_more_hosts_than_are_recorded_still_count_for_the_job():
     for host in hosts:
         history = lose(pass_time(history, HOUR_S), host)
     assert len(history.host_losses) == MAX_RECORDS
-    assert estimate_rate(history, set(hosts)) >= estimate_failure_rate(
-        len(hosts), len(hosts), history.observed_s
-    ) * (1 - 1e-9)
+    expected = len(hosts) * (PRIOR_FAILURES_PER_HOST + 1) / (PRIOR_EXPOSURE_S + history.observed_s)
+    assert estimate_rate(history, set(hosts)) >= expected * (1 - 1e-9)
+
+
+def test_a_job_begins_with_the_published_rate_and_is_judged_by_its_own_failures_after_hours():
+    """Llama 3 405B (arXiv 2407.21783): 50,700 device-hours per failure."""
+    assert 1 / estimate_rate(JobHistory(), {A, B}) == pytest.approx(6337.5 / 2 * HOUR_S)
+    history = JobHistory()
+    for _ in range(100):
+        history = lose(pass_time(history, 10 * HOUR_S), A)
+    assert 1 / estimate_rate(history, {A}) == pytest.approx(10 * HOUR_S, rel=0.5)
 
 
 def test_a_return_is_expected_by_host_and_cause_then_by_host_then_by_cause_then_by_the_mean():

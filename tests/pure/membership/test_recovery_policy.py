@@ -22,7 +22,6 @@ from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.planning.recovery_score import (
     HOUR_S,
     Phase,
-    estimate_failure_rate,
     score_phases,
 )
 from resilient_jax.protocol.plan_records import PlanChange
@@ -275,25 +274,6 @@ def test_a_join_is_not_put_off_while_the_next_loss_may_be_that_of_the_state():
     choice = choose_admission(admission, price_job(JobHistory(failures=100), name_hosts(4096)))
     assert choice.action is RecoveryAction.JOIN
     assert "the next loss may be that of the state" in choice.options[1].describe()
-
-
-@given(
-    hosts=st.integers(1, 10_000),
-    failures=st.integers(0, 100),
-    observed_s=st.floats(0.0, 1e7),
-)
-def test_the_rate_of_failures_grows_with_hosts_and_failures_and_falls_with_quiet_time(
-    hosts, failures, observed_s
-):
-    rate = estimate_failure_rate(hosts, failures, observed_s)
-    assert rate < estimate_failure_rate(hosts + 1, failures, observed_s)
-    assert rate < estimate_failure_rate(hosts, failures + 1, observed_s)
-    assert rate > estimate_failure_rate(hosts, failures, observed_s + HOUR_S)
-
-
-def test_after_hours_a_job_is_judged_by_its_own_failures():
-    assert 1 / estimate_failure_rate(4, 0, 0.0) == pytest.approx(6337.5 / 4 * HOUR_S)
-    assert 1 / estimate_failure_rate(4, 100, 1000 * HOUR_S) == pytest.approx(10 * HOUR_S, rel=0.01)
 
 
 def play_wait(loss: Loss, prices: Prices, num_awaited: int) -> float:

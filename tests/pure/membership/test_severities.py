@@ -5,7 +5,6 @@ import pytest
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.membership.severities import (
     ESCALATIONS,
-    SEVERITIES,
     Action,
     Evidence,
     Tries,
@@ -33,8 +32,8 @@ def test_what_did_not_help_is_followed_by_something_harder(evidence: Evidence, a
 
 def test_an_escalation_only_gets_harder_and_has_an_end() -> None:
     for evidence, levels in ESCALATIONS.items():
-        severities = [SEVERITIES[level.action] for level in levels]
-        assert severities == sorted(set(severities), reverse=True), evidence
+        hardness = [list(Action).index(level.action) for level in levels]
+        assert hardness == sorted(set(hardness)), evidence
         assert [level.tries is None for level in levels] == [*[False] * (len(levels) - 1), True], evidence
 
 

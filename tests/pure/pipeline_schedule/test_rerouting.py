@@ -211,10 +211,3 @@ def test_peers_of_the_lost_last_stage_take_the_time_of_all_their_microbatches(re
     found = order_tasks(lose_a_host(replicas, stage=3), take_equal_time, schedule=ZERO)
     assert found.makespan_s == expected_s
     assert max(found.peak_in_flight.values()) <= 4
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("replicas", "expected_s"), [(3, 39), (4, 36), (8, 33)])
-def test_peers_of_a_lost_stage_need_no_longer_with_one_microbatch_more_in_memory(replicas, expected_s, stage):
-    found = order_tasks(lose_a_host(replicas, stage), take_equal_time, schedule=ZERO, extra_in_flight=1)
-    assert max(found.busy_s.values()) <= found.makespan_s <= expected_s

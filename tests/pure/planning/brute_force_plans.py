@@ -16,7 +16,7 @@ from resilient_jax.planning.memory import StagePosition, count_activations, esti
 from resilient_jax.planning.plan_request import PlanRequest
 from resilient_jax.planning.program_cost import CollectiveKind
 from resilient_jax.planning.stage_cost import count_microbatch_load, estimate_part_times, estimate_transfer_s
-from resilient_jax.planning.state_bytes import count_state_bytes
+from resilient_jax.planning.state_bytes import StateCounter
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 
 
@@ -155,7 +155,7 @@ def _blocks_that_fit(cost_model, layout, microbatch):
 
 def _find_splits(cost_model, layout, microbatch, hosts):
     request, stages = cost_model.request, layout.axes.pipeline
-    state = count_state_bytes(request.program_cost, layout.axes)
+    state = StateCounter(request.program_cost).count(layout.axes)
     load = count_microbatch_load(request.program_cost, state, layout, microbatch, cost_model.links)
     sending = estimate_transfer_s(request.program_cost, layout, microbatch, cost_model.links)
     hosts_in_line = stages // layout.stages_per_host

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError, ConfigError
-from resilient_jax.planning.calibration import Calibration, load_calibration, save_calibration
+from resilient_jax.planning.calibration import Calibration, load_calibration
 from resilient_jax.planning.collectives import (
     DeviceLink,
     estimate_collective_s,
@@ -18,7 +18,7 @@ from resilient_jax.planning.device_cost import count_device_work, estimate_compu
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, make_layout
 from resilient_jax.planning.memory import StagePosition, count_activations, estimate_stage_memory
 from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, TensorRole
-from resilient_jax.planning.state_bytes import count_state_bytes
+from resilient_jax.planning.state_bytes import StateCounter
 from tests.support.plan_topologies import cluster, small_profile
 
 FAST, SLOW = DeviceLink(bytes_per_s=1e9, latency_s=1e-6), DeviceLink(bytes_per_s=1e8, latency_s=1e-5)
@@ -89,7 +89,7 @@ def test_devices_share_the_port_of_their_host():
 
 
 def test_asynchronous_collectives_gather_a_layer_at_once_in_two_passes():
-    state = count_state_bytes(PROFILE, ReplicaAxes(fsdp=4)).layer
+    state = StateCounter(PROFILE).count(ReplicaAxes(fsdp=4)).layer
     assert list_fsdp_collectives(PROFILE, ModelPart.LAYER, state) == (
         (CollectiveKind.ALL_GATHER, state.gathered, 1),
         (CollectiveKind.ALL_GATHER, state.gathered, 1),
@@ -101,7 +101,7 @@ def test_asynchronous_collectives_gather_a_layer_at_once_in_two_passes():
 def test_blocking_collectives_gather_each_array_of_a_layer_separately(stacked, passes):
     tensors = tuple(dataclasses.replace(tensor, stacked_dim=stacked) for tensor in PROFILE.tensors)
     profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
-    state = count_state_bytes(profile, ReplicaAxes(fsdp=4)).layer
+    state = StateCounter(profile).count(ReplicaAxes(fsdp=4)).layer
     arrays = sum(
         tensor.role is TensorRole.PARAMETER and ModelPart.LAYER in tensor.parts for tensor in tensors
     )
@@ -119,7 +119,7 @@ def test_computing_is_products_then_memory_then_overhead():
     group, batch = ReplicaAxes(tensor=2), MicrobatchConfig(3, True)
     layer = PROFILE.parts[1]
     assert layer.part is ModelPart.LAYER
-    state = count_state_bytes(PROFILE, group).layer
+    state = StateCounter(PROFILE).count(group).layer
     work = count_device_work(PROFILE, layer, state, group, batch)
     passes = layer.forward_flops.scaled(2) + layer.backward_flops
     attention = passes.attention * 3 / 2
@@ -133,19 +133,21 @@ def test_computing_is_products_then_memory_then_overhead():
 
 
 def test_a_device_has_its_share_of_the_state():
-    whole = count_state_bytes(PROFILE, ReplicaAxes()).count_stage(PROFILE.layers, is_first=True, is_last=True)
+    whole = (
+        StateCounter(PROFILE).count(ReplicaAxes()).count_stage(PROFILE.layers, is_first=True, is_last=True)
+    )
     assert whole.parameters == PROFILE.parameter_bytes
     assert whole.gradients == PROFILE.parameter_count * PROFILE.gradient_bytes
     assert whole.optimizer == PROFILE.optimizer_bytes
-    cut = count_state_bytes(PROFILE, ReplicaAxes(fsdp=2, tensor=2)).count_stage(
-        3, is_first=True, is_last=True
+    cut = (
+        StateCounter(PROFILE).count(ReplicaAxes(fsdp=2, tensor=2)).count_stage(3, is_first=True, is_last=True)
     )
     assert PROFILE.parameter_bytes / 4 <= cut.parameters <= PROFILE.parameter_bytes / 3
 
 
 def test_stages_together_hold_the_state_once_but_for_a_tied_embedding():
     tied = small_profile(tied_embedding=True)
-    state = count_state_bytes(tied, ReplicaAxes(pipeline=3))
+    state = StateCounter(tied).count(ReplicaAxes(pipeline=3))
     stages = [state.count_stage(1, is_first=i == 0, is_last=i == 2) for i in range(3)]
     assert sum(stage.parameters for stage in stages) == tied.parameter_bytes + state.tied.parameters
     assert state.count_stage(3, is_first=True, is_last=True).parameters == tied.parameter_bytes
@@ -154,7 +156,7 @@ def test_stages_together_hold_the_state_once_but_for_a_tied_embedding():
 def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
     """`l (2 m_p + m_o) + (P - i) l m_a`, with gradients as large as parameters, and the terms that the paper omits."""
     group, batch, constants = ReplicaAxes(pipeline=3), MicrobatchConfig(1, False), Calibration()
-    state, kept = count_state_bytes(PROFILE, group), count_activations(PROFILE, group, batch)
+    state, kept = StateCounter(PROFILE).count(group), count_activations(PROFILE, group, batch)
     memory = estimate_stage_memory(
         state, kept, constants, StagePosition(2, 1, 4), in_flight=3, has_gathers=False
     )
@@ -182,9 +184,9 @@ def test_a_layout_fills_hosts_from_the_innermost_axis():
     assert make_layout(ReplicaAxes(tensor=2), devices=6, level=1, block=1, outermost=1).replicas_per_slot == 3
 
 
-def test_constants_survive_a_round_trip_through_their_file(tmp_path):
+def test_constants_are_read_from_their_file_and_the_others_are_as_assumed(tmp_path):
     constants = Calibration(matrix_efficiency=0.61, kernel_overhead_s=1.5e-5)
-    save_calibration(constants, tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_text("matrix_efficiency = 0.61\nkernel_overhead_s = 1.5e-5\n")
     assert load_calibration(tmp_path / "mine.toml") == constants
 
 

@@ -12,12 +12,10 @@ from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, TaskKind
 from resilient_jax.planning.memory import count_in_flight
 from resilient_jax.planning.pipeline import (
     PipelineTime,
-    estimate_redundant_s,
     estimate_rerouted_s,
     find_weight_share,
     time_pipeline,
 )
-from resilient_jax.planning.rerouted_step import price_rerouted_s
 from tests.support.properties import examples
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
@@ -85,19 +83,6 @@ def test_the_formula_is_no_less_than_the_simulated_schedule_of_unequal_stages(
     assert simulated.makespan_s >= microbatches * max(stage_s) - 1e-9
     most = count_in_flight(0, len(stage_s), microbatches)
     assert max(simulated.peak_in_flight.values()) <= most
-
-
-@pytest.mark.parametrize("failed", [0, 1])
-@pytest.mark.parametrize(
-    ("stages", "pipelines", "quota"), [(2, 16, 8), (4, 8, 8), (4, 8, 16), (8, 4, 8), (8, 4, 32)]
-)
-def test_redundant_computation_is_slower_than_rerouting_without_a_loss_and_after_one(
-    stages, pipelines, quota, failed
-):
-    lost = [(replica, stages - 1) for replica in range(failed)]
-    rerouted = price_rerouted_s(stages, [quota] * pipelines, lost, 1.0, transfer_s=0.01)
-    assert rerouted is not None
-    assert rerouted < estimate_redundant_s(stages, quota * pipelines, pipelines, failed, 1.0, 0.01)
 
 
 def test_pipeline_repeats_shorten_the_fill():

@@ -13,7 +13,7 @@ from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, Tenso
 from resilient_jax.planning.transformer import TransformerShape, count_parameters
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_parts import MIXED_PRECISION, SINGLE_PRECISION
+from resilient_jax.planning.transformer_parts import MIXED_PRECISION, Precision
 
 LLAMA2_7B = TransformerShape(
     layers=32,
@@ -143,7 +143,7 @@ def test_a_tied_embedding_is_on_the_first_stage_and_on_the_last():
 def test_half_the_bytes_of_an_element_are_half_the_bytes_of_activations():
     half, single = (
         analyze_transformer(SMALL, precision=MIXED_PRECISION),
-        analyze_transformer(SMALL, precision=SINGLE_PRECISION),
+        analyze_transformer(SMALL, precision=Precision(compute_bytes=4)),
     )
     for one, other in zip(half.parts, single.parts, strict=True):
         assert 2 * one.input_bytes == other.input_bytes

@@ -7,13 +7,13 @@ import resource
 
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.errors import LogUnwritable, OperatorError, PeerUnreachable
 from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store import journal as journal_module
 from resilient_jax.store.interface import DeleteOp, PutOp
 from resilient_jax.store.journal import MAGIC
 from resilient_jax.store.memory import MemoryStore
+from tests.support.manual_clock import ManualClock
 
 
 async def read_all(store):

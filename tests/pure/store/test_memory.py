@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.errors import CompactedRevision, LeaseExpired, PeerUnreachable
 from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, SUSPENSION_THRESHOLD_S, MemoryStore
+from tests.support.manual_clock import ManualClock
 from tests.support.virtual_time import run_in_virtual_time
 
 

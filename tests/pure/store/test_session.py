@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from resilient_jax.clock import Clock, ManualClock
+from resilient_jax.clock import Clock
 from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_alive
 from resilient_jax.cluster.store_session import RENEWALS_PER_TTL, SessionLost, StoreSession
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
@@ -15,6 +15,7 @@ from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, MemoryStore
+from tests.support.manual_clock import ManualClock
 from tests.support.virtual_time import ROUND_S, run_in_virtual_time
 
 JOB = JobName("job")

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
-from resilient_jax.clock import ManualClock
 from resilient_jax.errors import MessageError
 from resilient_jax.events import EventKind
 from resilient_jax.telemetry import log_file
 from resilient_jax.telemetry.event_log import EventLog, read_events
 from resilient_jax.telemetry.log_file import RETRY_INTERVAL_S, LogFile
+from tests.support.manual_clock import ManualClock
 
 FULL = "No space left on device"
 

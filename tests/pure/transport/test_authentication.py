@@ -98,7 +98,6 @@ def test_any_other_token_is_refused(wrong: str) -> None:
         ask(checked, sign(checked, wrong))
     with pytest.raises(Unauthenticated, match="the proof of it is wrong"):
         introduce(checked, wrong)
-    assert checked.num_unauthenticated == 2
 
 
 def test_a_server_proves_itself_to_who_has_proved_the_token_alone_and_for_one_address() -> None:
@@ -196,7 +195,7 @@ def test_a_signature_proves_the_token_for_one_text_alone() -> None:
     theirs.check_signature(b"a text", proof, "ipv4:10.0.0.1:5", PATH)
 
 
-def test_the_first_refusal_of_each_address_is_reported_and_all_are_counted() -> None:
+def test_the_first_refusal_of_each_address_is_reported() -> None:
     said: list[tuple[EventKind, dict]] = []
     checked = Authenticator(TOKEN, lambda kind, detail: said.append((kind, detail)))
     for peer in ("ipv4:10.0.0.1:5", "ipv4:10.0.0.1:6", "ipv4:10.0.0.2:5"):
@@ -207,7 +206,6 @@ def test_the_first_refusal_of_each_address_is_reported_and_all_are_counted() -> 
         (EventKind.REQUEST_UNAUTHENTICATED, "10.0.0.2"),
     ]
     assert not any(TOKEN in str(detail) for _, detail in said), "the token is in no event"
-    assert checked.num_unauthenticated == 3
 
 
 def test_many_addresses_fill_no_memory() -> None:
@@ -218,4 +216,3 @@ def test_many_addresses_fill_no_memory() -> None:
             ask(checked, None, f"ipv4:10.0.{number // 256}.{number % 256}:5")
     assert len(said) == MAX_PEERS_REPORTED + 1
     assert said[-1] == "others"
-    assert checked.num_unauthenticated == MAX_PEERS_REPORTED + 50

@@ -7,7 +7,7 @@ import itertools
 import msgspec
 import pytest
 
-from resilient_jax.cluster.generation_reader import read_generations
+from resilient_jax.cluster.generation_follower import read_generations
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, Seat
 from resilient_jax.protocol.generation_change import describe_change
