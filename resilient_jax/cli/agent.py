@@ -63,6 +63,7 @@ from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_address
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
+from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.state_machine import FIRST_REVISION
@@ -240,8 +241,9 @@ async def _run(settings: AgentSettings, access: StoreAccess, *, serve_here: bool
                     f"[{settings.host}] the store goes on from revision {store.revision} of {journal}: the agent that "
                     "served it was killed. Remove the file to begin anew"
                 )
-            serve_store(server, store)
-            async with server:
+            renewals = RenewalServer(access.address, settings.credentials, store)
+            serve_store(server, store, renewals)
+            async with server, renewals:
                 outcome = await _supervise(settings, dataclasses.replace(access, address=server.address))
                 if outcome.exit_code != ExitCode.INTERRUPTED:
                     await _serve_other_hosts(settings, store)

@@ -42,6 +42,7 @@ from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
+from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.store.store_access import make_store_access
@@ -215,8 +216,9 @@ class Launcher:
                 on_event=lambda kind, detail: log.record_detail(kind, detail),
             )
             embedded = MemoryStore()
-            serve_store(server, embedded)
-            async with embedded, server:
+            renewals = RenewalServer(f"{settings.store_host}:0", self._credentials, embedded)
+            serve_store(server, embedded, renewals)
+            async with embedded, server, renewals:
                 self.address = server.address
                 yield embedded
             return

@@ -9,6 +9,9 @@ JAX aborts a process when its connection to the coordination service breaks. So 
 connection: when the service dies, the worker's side stays open and silent, and the worker survives. A worker that has
 left the world may keep its connection, because an array of the world keeps the world's client: so nobody but the worker
 closes it, or its end.
+
+A way to the service costs two agents a connection with its proofs and a stream, on the loops that keep their hosts
+registered. So it is opened only for who has begun to speak as a worker does, and not for strangers.
 """
 
 import asyncio
@@ -31,6 +34,8 @@ from resilient_jax.transport.server import Server
 
 SERVICE: Final = "rj.relay"
 CHUNK_BYTES: Final = 65536
+PREFACE: Final = b"PRI * HTTP/2.0\r\n"
+"""What JAX's client sends first, at once, as each HTTP/2 client (RFC 9113, 3.4)."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +113,8 @@ class Relay:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if not await _begins_as_worker(reader):
+                return
             if self.service:  # empty: it ended before this worker could connect
                 try:
                     await self._reach(reader, writer)
@@ -131,9 +138,18 @@ class Relay:
         ):
             downwards = asyncio.create_task(_take_out_of(stream, writer))
             try:
-                await _send_into(reader, stream)
+                if await stream.write(PREFACE):
+                    await _send_into(reader, stream)
             finally:
                 downwards.cancel()
+
+
+async def _begins_as_worker(reader: asyncio.StreamReader) -> bool:
+    """Return whether the first bytes of a connection are `PREFACE`; they are taken out of it."""
+    try:
+        return await reader.readexactly(len(PREFACE)) == PREFACE
+    except (OSError, asyncio.IncompleteReadError):
+        return False
 
 
 async def _send_into(reader: asyncio.StreamReader, stream: ByteStream) -> None:

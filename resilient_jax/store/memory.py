@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -57,6 +58,8 @@ class MemoryStore(TransactionStore):
         self.store_id = secrets.token_hex(8)
         self._channels = WatchChannels()
         self._is_closed = False
+        self._renewing = threading.Lock()
+        """Guards what leases are until: none is renewed while it is judged which have expired."""
         self._planned_wake_s = self._clock.monotonic_s() + EXPIRY_CHECK_INTERVAL_S
         self._ticking: asyncio.Task[None] | None = None
         self._journal: StoreJournal | None = None
@@ -129,7 +132,21 @@ class MemoryStore(TransactionStore):
 
     async def keep_alive(self, lease: LeaseId) -> float:
         """Extend a lease; see `Store.keep_alive`."""
-        return self._machine.keep_alive(lease, self._advance_time())
+        self._advance_time()
+        return self.renew(lease)
+
+    def renew(self, lease: LeaseId) -> float:
+        """Extend a lease as `keep_alive` does, from any thread, whatever the event loop does meanwhile.
+
+        A renewal that comes before the store judges a lease counts, also past its time to live.
+
+        Raises:
+            LeaseExpired: the lease is gone, and its keys are deleted.
+            PeerUnreachable: the store is closed.
+        """
+        self._check_open()
+        with self._renewing:
+            return self._machine.keep_alive(lease, self._clock.monotonic_s())
 
     async def revoke(self, lease: LeaseId) -> None:
         """End a lease; see `Store.revoke`."""
@@ -197,11 +214,13 @@ class MemoryStore(TransactionStore):
         self._check_open()
         now_s = self._clock.monotonic_s()
         lag_s = now_s - self._planned_wake_s
-        if lag_s > SUSPENSION_THRESHOLD_S:
-            self._machine.extend_leases(lag_s)
-            self._planned_wake_s = now_s  # the lag is granted once
         before = self._machine.revision
-        self._record_since(before, ended=self._machine.expire(now_s))
+        with self._renewing:
+            if lag_s > SUSPENSION_THRESHOLD_S:
+                self._machine.extend_leases(lag_s)
+                self._planned_wake_s = now_s  # the lag is granted once
+            ended = self._machine.expire(now_s)
+        self._record_since(before, ended=ended)
         return now_s
 
     def _record_since(self, revision: Revision, *, ended: Sequence[LeaseId] = ()) -> None:

@@ -14,6 +14,7 @@ from resilient_jax.store.interface import (
     TransactionResult,
     WatchEvent,
 )
+from resilient_jax.store.lease_renewals import RenewalChannel
 from resilient_jax.store.messages import (
     GRANT,
     KEEP_ALIVE,
@@ -64,6 +65,7 @@ class RemoteStore(TransactionStore):
         """
         self.address = address
         self._channel = Channel(address, credentials)
+        self._renewals = RenewalChannel(address, credentials)
         self._call_timeout_s = call_timeout_s
         self._resume_timeout_s = resume_timeout_s
         self._clock = clock if clock is not None else SystemClock()
@@ -110,11 +112,17 @@ class RemoteStore(TransactionStore):
 
     async def grant(self, ttl_s: float) -> LeaseId:
         """Return a new lease; see `Store.grant`."""
-        return (await self._call(GRANT, GrantRequest(ttl_s=ttl_s))).lease
+        reply = await self._call(GRANT, GrantRequest(ttl_s=ttl_s))
+        self._renewals.take_offer(reply)
+        return reply.lease
 
     async def keep_alive(self, lease: LeaseId) -> float:
         """Extend a lease; see `Store.keep_alive`."""
-        return (await self._call(KEEP_ALIVE, LeaseRequest(lease=lease))).ttl_s
+        if (ttl_s := await self._renewals.try_renew(lease)) is not None:
+            return ttl_s
+        reply = await self._call(KEEP_ALIVE, LeaseRequest(lease=lease))
+        self._renewals.take_offer(reply)
+        return reply.ttl_s
 
     async def revoke(self, lease: LeaseId) -> None:
         """End a lease; see `Store.revoke`."""
@@ -161,6 +169,7 @@ class RemoteStore(TransactionStore):
     async def close(self) -> None:
         """Close the connection, which ends all watches; see `Store.close`."""
         self._is_closed = True
+        self._renewals.close()
         await self._channel.close()
 
     async def _call(self, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:

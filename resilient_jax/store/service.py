@@ -4,7 +4,9 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from resilient_jax.errors import StoreReplaced
+from resilient_jax.ids import LeaseId
 from resilient_jax.store.interface import TransactionResult
+from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.messages import (
     GRANT,
@@ -30,9 +32,16 @@ PROGRESS_INTERVAL_REVISIONS = 1000
 that the history no longer has. It must stay well below `change_history.KEEP_REVISIONS`."""
 
 
-def serve_store(server: Server, store: MemoryStore) -> None:
-    """Add the methods of the store to `server`; the owner of the store closes it."""
-    service = _StoreService(store)
+def serve_store(server: Server, store: MemoryStore, renewals: RenewalServer | None = None) -> None:
+    """Add the methods of the store to `server`; the owner of the store closes it.
+
+    Args:
+        server: not started yet.
+        store: the store.
+        renewals: of the same store; its owner enters it once the server has started. Without one every renewal is a
+            call.
+    """
+    service = _StoreService(store, renewals)
     server.add(
         SERVICE,
         {
@@ -47,8 +56,9 @@ def serve_store(server: Server, store: MemoryStore) -> None:
 
 
 class _StoreService:
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: MemoryStore, renewals: RenewalServer | None) -> None:
         self._store = store
+        self._renewals = renewals
 
     async def status(self, request: StoreStatusRequest) -> StoreStatus:
         return StoreStatus(store_id=self._store.store_id, revision=self._store.revision)
@@ -57,14 +67,18 @@ class _StoreService:
         return await self._store.transaction(request.compares, request.success_ops, request.failure_ops)
 
     async def grant(self, request: GrantRequest) -> LeaseReply:
-        return LeaseReply(lease=await self._store.grant(request.ttl_s), ttl_s=request.ttl_s)
+        return self._confirm(await self._store.grant(request.ttl_s), request.ttl_s)
 
     async def keep_alive(self, request: LeaseRequest) -> LeaseReply:
-        return LeaseReply(lease=request.lease, ttl_s=await self._store.keep_alive(request.lease))
+        return self._confirm(request.lease, await self._store.keep_alive(request.lease))
 
     async def revoke(self, request: LeaseRequest) -> LeaseReply:
         await self._store.revoke(request.lease)
         return LeaseReply(lease=request.lease, ttl_s=0.0)
+
+    def _confirm(self, lease: LeaseId, ttl_s: float) -> LeaseReply:
+        renewals = None if self._renewals is None else self._renewals.offer()
+        return LeaseReply(lease=lease, ttl_s=ttl_s, renewals=renewals)
 
     async def watch(self, request: WatchRequest) -> AsyncGenerator[WatchBatch, None]:
         store_id = self._store.store_id

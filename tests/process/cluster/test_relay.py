@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 
-from resilient_jax.cluster.relay import Relay, serve_services
+from resilient_jax.cluster.relay import PREFACE, Relay, serve_services
 from resilient_jax.ids import WorldId
 from resilient_jax.protocol.records import CoordinationServiceStatus
 from resilient_jax.protocol.service_address import format_service_address
@@ -50,6 +50,7 @@ async def relayed():
         relay = Relay(address, CREDENTIALS)
         await relay.start()
         reader, writer = await connect(relay)
+        assert await reader.readexactly(len(PREFACE)) == PREFACE
         try:
             yield service, relay, reader, writer
         finally:
@@ -75,9 +76,11 @@ async def serving_agent(port, credentials=CREDENTIALS):
         yield address
 
 
-async def connect(relay):
+async def connect(relay, first=PREFACE):
     host, _, port = relay.address.rpartition(":")
-    return await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first)
+    return reader, writer
 
 
 async def check_silent(service):
@@ -104,6 +107,24 @@ def test_bytes_go_both_ways():
         async with relayed() as (_, _, reader, writer):
             writer.write(b"hello\n")
             assert await reader.readline() == b"hello\n"
+
+    run(main)
+
+
+def test_strangers_get_no_way_to_the_service():
+    """Each would cost two agents a connection, proofs and a stream, on the loops that renew their leases."""
+
+    async def main():
+        async with relayed() as (service, relay, reader, writer):
+            _, idle = await connect(relay, b"")
+            refused, other = await connect(relay, bytes(4096))
+            with contextlib.suppress(ConnectionResetError):
+                assert await refused.read() == b""
+            writer.write(b"hello\n")
+            assert await reader.readline() == b"hello\n"
+            assert len(service.writers) == 1
+            idle.close()
+            other.close()
 
     run(main)
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from resilient_jax.cluster.coordination_services import CoordinationServices
-from resilient_jax.cluster.relay import Relay, serve_services
+from resilient_jax.cluster.relay import PREFACE, Relay, serve_services
 from resilient_jax.ids import Seat, WorldId
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
 from resilient_jax.jax_runtime.world_forming import new_client
@@ -155,8 +155,8 @@ def test_the_connection_of_a_worker_outlives_an_agent_that_is_stopped_for_second
         async with relayed(service, Credentials(TOKEN)) as relay:
             host, _, port = relay.address.partition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"before\n")
-            assert await reader.readline() == b"before\n"
+            writer.write(PREFACE)
+            assert await reader.readline() == PREFACE
             agent.send_signal(signal.SIGSTOP)
             writer.write(b"meanwhile\n")
             await asyncio.sleep(STOPPED_S)

@@ -10,6 +10,7 @@ import pytest
 
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_store import EtcdStore
+from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
@@ -31,8 +32,9 @@ async def open_memory_store(*, keep_revisions=10_000):
 async def open_embedded_store(*, keep_revisions=10_000):
     server = Server(credentials=CREDENTIALS)
     async with MemoryStore(keep_revisions=keep_revisions) as memory:
-        serve_store(server, memory)
-        async with server, await RemoteStore.connect(server.address, CREDENTIALS, 10.0) as store:
+        renewals = RenewalServer("127.0.0.1:0", CREDENTIALS, memory)
+        serve_store(server, memory, renewals)
+        async with server, renewals, await RemoteStore.connect(server.address, CREDENTIALS, 10.0) as store:
             yield store
 
 

@@ -12,6 +12,7 @@ from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
@@ -35,8 +36,9 @@ async def open_memory_store():
 async def open_served_store():
     server = Server(credentials=CREDENTIALS)
     async with MemoryStore() as memory:
-        serve_store(server, memory)
-        async with server, await RemoteStore.connect(server.address, CREDENTIALS, 10.0) as store:
+        renewals = RenewalServer("127.0.0.1:0", CREDENTIALS, memory)
+        serve_store(server, memory, renewals)
+        async with server, renewals, await RemoteStore.connect(server.address, CREDENTIALS, 10.0) as store:
             yield store
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from resilient_jax.errors import CompactedRevision, LeaseExpired, PeerUnreachable
+from resilient_jax.ids import LeaseId
 from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, SUSPENSION_THRESHOLD_S, MemoryStore
 from tests.support.manual_clock import ManualClock
 from tests.support.virtual_time import run_in_virtual_time
@@ -83,6 +85,50 @@ def test_a_lag_below_the_threshold_is_no_suspension():
     run(main)
 
 
+def test_a_renewal_that_comes_before_the_store_judges_counts():
+    """Its time to live is over, but the store has told nobody, and could not have heard of it before."""
+
+    async def main(clock, store):
+        lease = await store.grant(0.25)
+        await store.put("a", b"", lease)
+        clock.advance(0.3)
+        assert store.renew(lease) == 0.25
+        assert await store.get("a") is not None
+
+    run(main)
+
+
+def test_no_lease_is_renewed_while_the_store_judges_which_have_expired():
+    """Or one would be told that its lease goes on, which the store has found to be over."""
+
+    async def main(clock, store):
+        lease = await store.grant(0.25)
+        expire, answers = store._machine.expire, []
+        renewing = threading.Thread(target=lambda: answers.append(try_renew(store, lease)))
+
+        def judge(now_s):
+            renewing.start()
+            renewing.join(0.05)
+            return expire(now_s)
+
+        store._machine.expire = judge
+        clock.advance(0.29)
+        with pytest.raises(LeaseExpired):
+            await store.keep_alive(lease)
+        renewing.join()
+        assert answers == [None]
+
+    run(main)
+
+
+def try_renew(store, lease):
+    """Return the time to live of a lease after its renewal; None: it has ended."""
+    try:
+        return store.renew(lease)
+    except LeaseExpired:
+        return None
+
+
 def test_leases_expire_without_a_request():
     async def main(clock, store):
         revision = await store.put("a", b"", await store.grant(0.05))
@@ -117,6 +163,8 @@ def test_a_closed_store_refuses_calls():
         await store.close()
         with pytest.raises(PeerUnreachable, match="the store is closed"):
             await store.put("a", b"")
+        with pytest.raises(PeerUnreachable, match="the store is closed"):
+            store.renew(LeaseId(1))
 
     asyncio.run(main())
 
