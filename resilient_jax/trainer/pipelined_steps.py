@@ -19,6 +19,7 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
+from resilient_jax.host_exchange import CollectiveExchange, gather_mail_addresses
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -34,7 +35,6 @@ from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKi
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
-from resilient_jax.state.host_rows import ROW_SIZE, gather_texts
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.telemetry.worker_activity import worker_activity
@@ -478,15 +478,14 @@ class _MailAddresses:
         """Return the addresses of all live hosts, which they tell each other; every host must call this.
 
         Args:
-            world: of the generation that begins.
-            own: the address of this host, which stays the same as long as its worker lives.
+            world: world of the generation that begins.
+            own: address of this host, which stays the same as long as its worker lives.
 
         Raises:
             ServiceEnded: an address is not known, and the world can form no clique to ask.
         """
         if world.step_services.mail_sums is None:
-            assert len(own.encode()) <= ROW_SIZE, "an address is short"
-            self._known = dict(zip(world.hosts, gather_texts(world, own.encode()), strict=True))
+            self._known = gather_mail_addresses(CollectiveExchange.between_hosts(world), world.hosts, own)
         elif unknown := sorted(set(world.hosts).difference(self._known)):
             raise ServiceEnded(
                 f"pipeline: found no address of {', '.join(unknown)}, expected one of every host: without the "

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -72,6 +73,11 @@ class NnxProgram:
             params = nnx.to_pure_dict(nnx.split(self.make(rngs=nnx.Rngs(0)), nnx.Param)[1])
         return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
+    @functools.cached_property
+    def state(self):
+        """What `init` gives, in numpy: JAX would compile a program for each array that it cuts into shards."""
+        return jax.tree.map(np.asarray, self.init())
+
     def loss(self, params, batch):
         with nnx.use_eager_sharding(False):
             return loss_of(nnx.merge(self.graph, params), batch)
@@ -80,7 +86,8 @@ class NnxProgram:
         return train_step(self.loss, state, tokens)
 
     def batch(self, seed=0, examples=BATCH):
-        return jax.random.randint(jax.random.key(seed), (examples, self.sequence_tokens), 0, self.vocabulary)
+        drawn = np.random.default_rng(seed)
+        return drawn.integers(0, self.vocabulary, (examples, self.sequence_tokens), np.int32)
 
 
 def _make_nnx(shape, remat, rngs):
@@ -130,11 +137,11 @@ class ExpertProgram(NnxProgram):
         pass
 
     def make(self, key):
-        keys = jax.random.split(key, 3)
+        drawn = np.random.default_rng(0)
         return {
-            "router": jax.random.normal(keys[0], (WIDTH, EXPERTS)),
-            "up": jax.random.normal(keys[1], (EXPERTS, WIDTH, HIDDEN)) / 8,
-            "down": jax.random.normal(keys[2], (EXPERTS, HIDDEN, WIDTH)) / 8,
+            "router": drawn.standard_normal((WIDTH, EXPERTS), np.float32),
+            "up": drawn.standard_normal((EXPERTS, WIDTH, HIDDEN), np.float32) / 8,
+            "down": drawn.standard_normal((EXPERTS, HIDDEN, WIDTH), np.float32) / 8,
         }
 
     def loss(self, params, batch):
@@ -155,11 +162,11 @@ class ExpertProgram(NnxProgram):
         )
 
     def init(self):
-        params = self.make(jax.random.key(0))
+        params = self.make(None)
         return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
     def batch(self, seed=0, examples=BATCH):
-        return jax.random.normal(jax.random.key(seed), (examples, WIDTH))
+        return np.random.default_rng(seed).standard_normal((examples, WIDTH), np.float32)
 
 
 def train_step(loss, state, batch):

@@ -72,8 +72,23 @@ class NnxDecoder(nnx.Module):
         return self.table.attend(x)
 
 
+def draw_variables(shapes):
+    """Return initial values of variables. They are drawn by numpy: JAX would compile dozens of programs to do it."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if name in ("scale", "bias"):
+            return np.full(leaf.shape, name == "scale", leaf.dtype)
+        inputs = leaf.shape[-1] if name == "embedding" else leaf.shape[-2]
+        return (rng.standard_normal(leaf.shape) * inputs**-0.5).astype(leaf.dtype)
+
+    return jax.device_put(jax.tree_util.tree_map_with_path(draw, shapes))
+
+
 def make_nnx(dtype=jnp.float32):
-    graph, params, streams = nnx.split(NnxDecoder(dtype, nnx.Rngs(0)), nnx.Param, nnx.RngState)
+    abstract = nnx.eval_shape(lambda: NnxDecoder(dtype, nnx.Rngs(0)))
+    graph, params, streams = nnx.split(abstract, nnx.Param, nnx.RngState)
 
     def rekey(key):
         leaves, treedef = jax.tree.flatten(nnx.to_pure_dict(streams))
@@ -88,7 +103,9 @@ def make_nnx(dtype=jnp.float32):
     def plain(params, batch, key, change=lambda net: net):
         return cross_entropy(change(nnx.merge(graph, params, rekey(key)))(batch["x"]), batch)
 
-    return Decoder(lambda p, b, k: plain(p, b, k, mark_layers), plain, nnx.to_pure_dict(params))
+    return Decoder(
+        lambda p, b, k: plain(p, b, k, mark_layers), plain, draw_variables(nnx.to_pure_dict(params))
+    )
 
 
 class LinenLayer(nn.Module):
@@ -133,7 +150,8 @@ class ScannedDecoder(nn.Module):
 
 def make_linen(dtype=jnp.float32, kind: type[Any] = LinenDecoder):
     model = kind(dtype)
-    variables = model.init(jax.random.key(0), make_batch()["x"])
+    shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)), make_batch()["x"])
+    variables = draw_variables(shapes)
 
     def plain(variables, batch, key):
         return cross_entropy(model.apply(variables, batch["x"], rngs={"dropout": key}), batch)

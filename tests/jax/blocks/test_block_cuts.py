@@ -20,6 +20,7 @@ from tests.support.cut_variables import (
     join_variables,
     split_variables,
 )
+from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 ROWS, WIDTH, LAYERS = 3, 4, 3
 KEY = jax.random.key(1)
@@ -27,7 +28,7 @@ BATCH = {"x": np.linspace(-1, 1, ROWS * WIDTH, dtype=np.float32).reshape(ROWS, W
 
 
 def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) * WIDTH**-0.5
+    return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(WIDTH**-0.5)
 
 
 def make_variables():
@@ -74,7 +75,9 @@ def check_against_uncut(loss, variables, cut, batch=BATCH):
         return found if isinstance(found, tuple) else (found, {})
 
     (value, aux), gradients = compute(cut, variables, batch)
-    (expected, expected_aux), expected_gradients = jax.value_and_grad(with_aux, has_aux=True)(variables)
+    (expected, expected_aux), expected_gradients = jax.jit(jax.value_and_grad(with_aux, has_aux=True))(
+        variables
+    )
     found, wanted = (value, aux, gradients), (expected, expected_aux, expected_gradients)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
 
@@ -226,7 +229,7 @@ def scanned(variables, batch, key, *, reverse=False, dtype=jnp.float32):
 
 def make_stacked():
     variables = make_variables()
-    return {**variables, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *variables["layers"])}
+    return {**variables, "layers": jax.tree.map(lambda *leaves: np.stack(leaves), *variables["layers"])}
 
 
 @pytest.mark.parametrize("reverse", [False, True])

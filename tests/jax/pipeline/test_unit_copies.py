@@ -1,6 +1,7 @@
 """Copies of units for a worker that joins: the bits of the original after each step, and no harm from whoever dies."""
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -145,9 +146,13 @@ class PartsWithStatistics(Parts):
         self.states = {number: units.init_unit(number, variables) for number in range(len(self.units))}
 
 
+make_parts = functools.cache(lambda kind: kind())
+"""Hosts have copies of the states, and change nothing else."""
+
+
 @pytest.fixture
 def make_host(request):
-    parts = getattr(request, "param", Parts)()
+    parts = make_parts(getattr(request, "param", Parts))
     with contextlib.ExitStack() as stack:
 
         def make(name):

@@ -70,7 +70,7 @@ def test_random_bits_are_generated_as_the_function_configures(is_partitionable):
 @pytest.mark.parametrize("program", [NnxProgram(), LinenProgram()], ids=["nnx", "linen"])
 def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
     plan = plan_with(COST, {Axis.FSDP: 8})
-    planned = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
+    planned = compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
     text = planned.compiled.as_text() or ""
     floats = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
     tokens = program.sequence_tokens
@@ -82,8 +82,8 @@ def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
 def test_a_rematerialized_program_trains_as_before_under_fsdp():
     program = LinenProgram(remat=True)
     plan = plan_with(COST, {Axis.FSDP: 4, Axis.REPLICA: 2})
-    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
-    state = jax.device_put(program.init(), compiled.state_shardings)
-    _, loss = compiled(state, np.asarray(program.batch()))
-    _, expected = jax.jit(program.step)(program.init(), program.batch())
+    compiled = compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
+    state = jax.device_put(program.state, compiled.state_shardings)
+    _, loss = compiled(state, program.batch())
+    _, expected = jax.jit(program.step)(program.state, program.batch())
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)

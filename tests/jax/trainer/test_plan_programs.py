@@ -34,15 +34,21 @@ PROGRAMS = {"nnx": NnxProgram, "linen": LinenProgram}
 STEPS = 3
 
 
-@pytest.fixture(scope="module", params=list(PROGRAMS))
-def program(request):
-    return PROGRAMS[request.param]()
+@functools.cache
+def get_program(name):
+    """Return a program of PROGRAMS."""
+    return PROGRAMS[name]()
 
 
 @functools.cache
 def measure(name):
     """Return the cost of a program of PROGRAMS."""
-    return PROGRAMS[name]().profile()
+    return get_program(name).profile()
+
+
+@pytest.fixture(scope="module", params=list(PROGRAMS))
+def program(request):
+    return get_program(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def profile(program):
 @pytest.fixture(scope="module")
 def alone(program):
     """Return the state and the losses of a few steps on one device."""
-    return run_steps(program, jax.jit(program.step), program.init())
+    return run_steps(program, jax.jit(program.step), program.state)
 
 
 def run_steps(program, step, state):
@@ -73,10 +79,10 @@ def name_of(axes):
 )
 def test_a_plan_trains_as_one_device_does(program, profile, alone, axes):
     plan = plan_with(profile, axes)
-    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
-    state = jax.device_put(program.init(), compiled.state_shardings)
+    compiled = compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
+    state = jax.device_put(program.state, compiled.state_shardings)
     found, losses = run_steps(
-        program, lambda s, b: compiled(s, jax.device_put(np.asarray(b), compiled.batch_shardings)), state
+        program, lambda s, b: compiled(s, jax.device_put(b, compiled.batch_shardings)), state
     )
     assert losses == pytest.approx(alone[1], rel=1e-4)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone[0]), strict=True):
@@ -91,8 +97,8 @@ def test_each_axis_shards_the_dims_that_it_is_documented_to_shard(program, profi
     plan = plan_with(profile, axes)
     mesh = make_mesh(plan, jax.devices())
     assert {axis: mesh.shape[axis] for axis in axes} == axes
-    shardings = make_state_shardings(plan, program.init(), mesh)
-    state = jax.device_put(program.init(), shardings)
+    shardings = make_state_shardings(plan, program.state, mesh)
+    state = jax.device_put(program.state, shardings)
     here = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     cuts = axes.get(Axis.FSDP, 1) * axes.get(Axis.TENSOR, 1)
@@ -103,7 +109,7 @@ def test_each_axis_shards_the_dims_that_it_is_documented_to_shard(program, profi
 
 def test_a_plan_with_tensor_and_fsdp_has_the_collectives_of_these_axes(program, profile):
     plan = plan_with(profile, {Axis.TENSOR: 2, Axis.FSDP: 4})
-    planned = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
+    planned = compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
     text = planned.compiled.as_text() or ""
     assert re.search(r"all-gather", text), "fsdp gathers parameters"
     assert re.search(r"all-reduce", text), "tensor adds partial sums"
@@ -112,13 +118,13 @@ def test_a_plan_with_tensor_and_fsdp_has_the_collectives_of_these_axes(program, 
 def test_experts_are_sharded_over_the_expert_axis_and_train_as_on_one_device():
     program = ExpertProgram()
     plan = plan_with(program.profile(), {Axis.EXPERT: 4, Axis.REPLICA: 2})
-    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
+    compiled = compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
     assert compiled.state_shardings["params"]["up"].shard_shape((4, 32, 64)) == (1, 32, 64)
-    state = jax.device_put(program.init(), compiled.state_shardings)
+    state = jax.device_put(program.state, compiled.state_shardings)
     found, losses = run_steps(
-        program, lambda s, b: compiled(s, jax.device_put(np.asarray(b), compiled.batch_shardings)), state
+        program, lambda s, b: compiled(s, jax.device_put(b, compiled.batch_shardings)), state
     )
-    expected, expected_losses = run_steps(program, jax.jit(program.step), program.init())
+    expected, expected_losses = run_steps(program, jax.jit(program.step), program.state)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-3)
@@ -138,7 +144,7 @@ def test_resharding_between_any_two_plans_gives_the_same_global_arrays(before, a
 
 @pytest.fixture(scope="module")
 def nnx_state():
-    state = NnxProgram().init()
+    state = get_program("nnx").state
     return state, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
@@ -150,7 +156,7 @@ def nnx_profile():
 def test_names_in_nnx_metadata_suffice_where_the_program_cost_is_a_closed_form():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
-    program = NnxProgram()
+    program = get_program("nnx")
     shardings = make_state_shardings(plan, program.abstract, make_mesh(plan, jax.devices()))
     up = shardings["layers"][0]["feed_forward"]["up"]["kernel"]
     found = jax.tree.leaves(up)[0]
@@ -350,9 +356,9 @@ def test_a_slow_host_that_is_left_out_has_no_device_in_the_mesh(nnx_profile):
 
 def test_pipelines_are_refused_at_compile_with_a_remedy(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.PIPELINE: 2, Axis.REPLICA: 4})
-    program = NnxProgram()
+    program = get_program("nnx")
     with pytest.raises(CallerError, match=r"found a plan with pipeline 2.*expected pipeline 1.*Trainer"):
-        compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
+        compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
 
 
 def test_the_wrong_number_of_devices_is_refused(nnx_profile):
@@ -363,33 +369,33 @@ def test_the_wrong_number_of_devices_is_refused(nnx_profile):
 
 def test_examples_that_do_not_divide_are_refused(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
-    program = NnxProgram()
+    program = get_program("nnx")
     with pytest.raises(CallerError, match=r"found the shape \(6, 32\).*replica x fsdp = 8 divides"):
-        compile_plan(plan, program.step, program.init(), program.batch()[:6], devices=jax.devices())
+        compile_plan(plan, program.step, program.state, program.batch()[:6], devices=jax.devices())
 
 
 def test_a_batch_without_tokens_is_refused_where_sequences_are_sharded(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.SEQUENCE: 4, Axis.REPLICA: 2})
-    program = NnxProgram()
+    program = get_program("nnx")
     with pytest.raises(CallerError, match="no array whose second dim has 32 tokens"):
         compile_plan(
-            plan, program.step, program.init(), np.zeros((BATCH, 33), np.int32), devices=jax.devices()
+            plan, program.step, program.state, np.zeros((BATCH, 33), np.int32), devices=jax.devices()
         )
 
 
 def test_a_compiled_program_compiles_nothing_when_it_is_called_again(nnx_profile):
-    program = NnxProgram()
+    program = get_program("nnx")
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2})
-    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
-    state = jax.device_put(program.init(), compiled.state_shardings)
-    state, _ = compiled(state, np.asarray(program.batch()))
+    compiled = compile_plan(plan, program.step, program.state, program.batch(), devices=jax.devices())
+    state = jax.device_put(program.state, compiled.state_shardings)
+    state, _ = compiled(state, program.batch())
     before = {leaf.sharding for leaf in jax.tree.leaves(state)}
-    state, _ = compiled(state, np.asarray(program.batch(1)))
+    state, _ = compiled(state, program.batch(1))
     assert {leaf.sharding for leaf in jax.tree.leaves(state)} == before
 
 
 def test_an_nnx_state_keeps_its_tree(nnx_profile):
-    program = NnxProgram()
+    program = get_program("nnx")
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
     shardings = make_state_shardings(plan, program.abstract, make_mesh(plan, jax.devices()))
     assert isinstance(shardings, nnx.State)

@@ -261,6 +261,7 @@ def test_the_speed_is_that_of_the_last_minute():
     assert [rate.measure(0, 0.0), rate.measure(0, 50.0), rate.measure(1, 100.0)] == [None, None, None]
     assert rate.measure(11, 105.0) == 2.0
     assert rate.measure(11, 110.0) == 1.0, "a pause counts"
+    last = None
     for second in range(100):
         last = rate.measure(12 + second, 200.0 + second)
     assert last == 1.0
