@@ -95,6 +95,11 @@ class BulkServer(Generic[RequestT]):
         if self._incoming is not None:
             self._incoming.shut_down()
 
+    @property
+    def num_connections(self) -> int:
+        """How many connections there are, of clients and of strangers."""
+        return 0 if self._incoming is None else len(self._incoming)
+
     def _serve_connection(self, connection: socket.socket, peer: str, let_in: Callable[[], None]) -> None:
         """Serve one connection until either side ends it."""
         self._check_ticket(connection, time.monotonic() + ADMISSION_TIMEOUT_S)

@@ -96,6 +96,11 @@ class IncomingConnections:
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._accepting.start()
 
+    def __len__(self) -> int:
+        """Return how many connections there are, of peers and of strangers."""
+        with self._changed:
+            return len(self._visits)
+
     def shut_down(self) -> None:
         """Close the port, and wake the threads of all connections, each of which then closes its own."""
         with self._changed:

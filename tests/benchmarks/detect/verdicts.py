@@ -5,6 +5,7 @@ import time
 from typing import Final
 
 from resilient_jax.health.monitor import FindingOpened, HealthMonitor
+from resilient_jax.health.step_parts import StepPart
 from resilient_jax.ids import HostName
 from tests.benchmarks.detect.figures import JobVerdict
 from tests.benchmarks.detect.plain_detector import PlainDetector
@@ -59,7 +60,7 @@ class _Watch:
         for hosts, sums in zip(self._job.hosts, found.lengths, strict=True):
             for host in hosts:
                 for index, (tokens, squares) in enumerate(sums):
-                    seconds = self._monitor.predict_s(host, tokens, squares)
+                    seconds = _predict_s(self._monitor, host, tokens, squares)
                     if seconds is None:
                         return
                     predicted_s[host, index] = seconds
@@ -70,6 +71,13 @@ class _Watch:
                 self.least_errors.append(abs(cost_s / work.seconds - 1))
         longest_s = max(path.predict_s(lambda task: share_of(task, predicted_s)) for path in self._job.paths)
         self.step_errors.append(abs((longest_s + self._job.reduction_s) / found.seconds - 1))
+
+
+def _predict_s(monitor: HealthMonitor, host: HostName, tokens: float, squares: float) -> float | None:
+    """Return what microbatches with these sums take on a host by the monitor's model; None: not known yet."""
+    watched = monitor._watched.get(StepPart(host, "work", 0))
+    model = watched.series.model if watched is not None else None
+    return model.predict_s(tokens, squares) if model is not None else None
 
 
 def judge_job(job: SimulatedJob) -> JobVerdict:

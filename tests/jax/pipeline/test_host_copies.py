@@ -45,7 +45,7 @@ def test_a_value_that_was_sent_keeps_no_array():
     assert found is not None
     assert not np.shares_memory(np.asarray(found), np.asarray(array))
     assert bytes(found) == bytes(range(4))
-    assert log.bytes_held == 4
+    assert log._bytes_held == 4
 
 
 def test_what_a_failed_task_has_left_cannot_be_copied():

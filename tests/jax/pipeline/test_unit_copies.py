@@ -293,7 +293,7 @@ def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
     everything = range(len(joiner.state.units))
     joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
     deadline = Deadline(WAIT_S)
-    while not member.service.box.bytes_held:
+    while not member.service.box._mail:
         assert deadline.find_rest_s() > 0
         member.service.box.wait_for_more(WAIT_S)
     table = CommitTable(divisor=1.0, norm=1.0, loss=1.0, results={})
@@ -395,7 +395,7 @@ def test_copies_and_sums_that_are_late_are_waited_for_when_the_members_change(me
     spare = make_spare(make_host)
     plan(member, spare)
     deadline = Deadline(WAIT_S)
-    while not spare.service.box.bytes_held:
+    while not spare.service.box._mail:
         assert deadline.find_rest_s() > 0
         spare.service.box.wait_for_more(WAIT_S)
     last = member.step + 3

@@ -104,13 +104,18 @@ def share(directory: str, index: int, port: int) -> None:
     multihost_utils.sync_global_devices("done")
 
 
+def find_storage_process(store: OrbaxStore) -> int:
+    connection = store._client._connection
+    assert connection is not None
+    return connection.pid
+
+
 def leave(directory: str) -> None:
     numbers = np.arange(1000, dtype=np.float32)
     state = {"a": jax.device_put(numbers)}
     store = OrbaxStore(directory, max_to_keep=1)
     store.save(1, state)
-    assert store.process_id is not None
-    os.kill(store.process_id, signal.SIGSTOP)
+    os.kill(find_storage_process(store), signal.SIGSTOP)
     store.start_save(2, state)
     backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
     del state
@@ -120,7 +125,7 @@ def leave(directory: str) -> None:
     assert all(backend() is None for backend in backends)
     store.poll_save()
     assert store.is_saving
-    os.kill(store.process_id, signal.SIGCONT)
+    os.kill(find_storage_process(store), signal.SIGCONT)
     store.wait_until_saved()
     found = store.load(2, {"a": jax.ShapeDtypeStruct((1000,), np.float32)})
     assert np.array_equal(found["a"], numbers)
@@ -134,7 +139,7 @@ def save(directory: str) -> None:
     while True:
         step += 1
         store.start_save(step, state)
-        print(store.process_id, flush=True)
+        print(find_storage_process(store), flush=True)
         store.wait_until_saved()
 
 
