@@ -1,7 +1,11 @@
 """Processes that each are one host of a pipeline, and steps of several of them together."""
 
+import contextlib
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,31 +24,68 @@ WORKER = ROOT / "tests/process/pipeline/pipeline_worker.py"
 WAIT_S = patience(12)
 
 
-class PipelineHost:
-    """One `pipeline_worker.py`."""
+class HostForge:
+    """A `pipeline_worker.py`, of which all hosts of a file are forked: what they import is imported once."""
 
-    def __init__(self, name: str, cache_dir: Path) -> None:
+    def __init__(self, cache_dir: Path, *, is_quick: bool) -> None:
+        """Start it.
+
+        Args:
+            cache_dir: of compiled programs.
+            is_quick: as in `support/quick_compiling.py`.
+        """
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=os.environ
+                | {
+                    "PYTHONPATH": str(ROOT),
+                    "JAX_PLATFORMS": "cpu",
+                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                    "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
+                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                    "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(is_quick)),
+                },
+            )
+
+    def fork(self, name: str, descriptors: Sequence[int]) -> int:
+        """Fork a host with this standard input and output; return its process id."""
+        socket.send_fds(self._connection, [name.encode()], descriptors)
+        return int(self._connection.recv(64))
+
+    def end(self) -> None:
+        """End the process; hosts live on."""
+        self._connection.close()
+        self._process.wait(WAIT_S)
+
+
+class PipelineHost:
+    """A process that is one host, forked by `pipeline_worker.py`."""
+
+    def __init__(self, name: str, forge: HostForge) -> None:
         self.name = HostName(name)
-        self.cache_dir = cache_dir
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {
-                "PYTHONPATH": str(ROOT),
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-                "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            },
-        )
+        self.forge = forge
+        (stdin, orders), (answers, stdout) = os.pipe(), os.pipe()
+        self._process = os.pidfd_open(forge.fork(name, [stdin, stdout]))
+        for descriptor in (stdin, stdout):
+            os.close(descriptor)
+        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answers)
 
     @property
     def is_dead(self) -> bool:
-        return self.process.poll() is not None
+        return self._has_ended(0.0)
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        return bool(select.select([self._process], [], [], timeout_s)[0])
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        assert self._has_ended(WAIT_S), f"{self.name} was killed, and lives"
 
     def meet(self, blocks: int) -> None:
         """Wait until it is ready, and check that it has cut the model into so many blocks."""
@@ -54,30 +95,24 @@ class PipelineHost:
 
     def tell(self, do: str, **words: object) -> None:
         """Give an order without waiting for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
-        self.process.stdin.flush()
+        self._orders.write(json.dumps({"do": do, **words}) + "\n")
+        self._orders.flush()
 
     def answer(self) -> dict:
         """Return the next answer; that of a host that has died is that."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._answers.readline()
         if not line:
-            self.process.wait(WAIT_S)
+            assert self._has_ended(WAIT_S), f"{self.name} has closed its output, and lives"
             return {"died": True}
         return json.loads(line)
 
     def end(self) -> None:
         """End the process."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.kill()
-        self.process.wait(WAIT_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            try:
+        self.kill()
+        os.close(self._process)
+        for pipe in (self._orders, self._answers):
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                continue
 
 
 class Pipeline:
@@ -176,8 +211,7 @@ class Pipeline:
     def kill(self, name: str) -> None:
         """Kill a host between two orders."""
         victim = next(host for host in self.hosts if host.name == name)
-        victim.process.kill()
-        victim.process.wait(WAIT_S)
+        victim.kill()
 
     def recover(self) -> int:
         """Begin a generation without dead hosts; return the step that the others go on with."""

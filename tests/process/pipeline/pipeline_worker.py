@@ -1,7 +1,9 @@
-"""One host of a pipeline, which executes a test's orders, one JSON object a line; it answers each with one.
+"""Hosts of a pipeline. Each executes a test's orders, one JSON object a line; it answers each with one.
 
-argv: the name of the host. The model, the data and the optimizer are the same in all processes. A process has two
-devices, and computes on the first, or on both with the axis that it is told.
+argv: the descriptor of a socket. This process imports what a host needs, makes no backend, and forks a host for each
+name that comes there with the host's standard input and output; it answers with the host's process id. The model, the
+data and the optimizer are the same in all processes. A process has two devices, and computes on the first, or on both
+with the axis that it is told.
 """
 
 import collections
@@ -9,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -52,6 +55,7 @@ from tests.support.patience import patience
 from tests.support.small_decoders import ROWS, make_batch, make_nnx
 
 SEED = 3
+MAX_NAME_BYTES = 64
 SEND_TIMEOUT_S = patience(6)
 running_total.MIN_FIXED_POINT_SIZE = 200  # else all leaves of so small a model would be summed in bins
 
@@ -87,8 +91,8 @@ def draw(step: int, microbatch: int) -> tuple[Any, Any]:
 class Host:
     """A pipeline with its mail."""
 
-    def __init__(self, name: str) -> None:
-        self.name = HostName(name)
+    def __init__(self, name: HostName) -> None:
+        self.name = name
         decoder = make_nnx()
         self.cut: CutModel = cut_model(decoder.loss, decoder.variables, *draw(0, 0))
         self.sharding = make_sharding(self.cut, "")
@@ -102,6 +106,9 @@ class Host:
         self.ran: list[Task] = []
         self.copies: UnitCopies | None = None
         self.planned: PlannedCopies | None = None
+        self.updates: dict[str, tuple[dict, dict]] = {}
+        """The compiled updates of units, by axis: all pipelines of this process share them, as they share the cut's
+        programs."""
         self.changed_after: int | None = None
         """The number of committed steps after which a planned change may come."""
 
@@ -121,6 +128,8 @@ class Host:
         self.pipeline = PipelineWorker(
             self.name, cut, self.optimizer, PipelineConfig(**config), self.service, self.read
         )
+        state = self.pipeline.state
+        state._updates, state._programs = self.updates.setdefault(axis, (state._updates, state._programs))
         return {"address": self.service.address}
 
     def count_mail(self, service: MailService) -> None:
@@ -364,8 +373,9 @@ class Host:
             self.service.close()
 
 
-def main() -> None:
-    host = Host(sys.argv[1])
+def serve(name: str) -> None:
+    """Be a host until the test closes standard input."""
+    host = Host(HostName(name))
     units = [unit.blocks for unit in list_state_units(host.cut)]
     print(json.dumps({"blocks": host.cut.num_blocks, "units": units}), flush=True)
     with contextlib.closing(host):
@@ -375,6 +385,25 @@ def main() -> None:
             except ResilientJaxError as error:
                 found = {"error": type(error).__name__, "message": str(error)}
             print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps hosts; the test waits for them
+    while True:
+        name, descriptors, _, _ = socket.recv_fds(connection, MAX_NAME_BYTES, 2)
+        if not name:  # the test has ended
+            return
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            connection.close()
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            return serve(name.decode())
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(str(pid).encode())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.pipeline_schedule.routes import Hop, make_routes
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
-from tests.process.pipeline.pipeline_hosts import Pipeline, PipelineHost
+from tests.process.pipeline.pipeline_hosts import HostForge, Pipeline, PipelineHost
 from tests.support.full_only import full_but
 from tests.support.small_decoders import ROWS, TOKENS, WIDTH
 
@@ -37,9 +37,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("compiled")
-    started = [PipelineHost(name, cache) for name in NAMES]
+def hosts(tmp_path_factory, pytestconfig):
+    forge = HostForge(tmp_path_factory.mktemp("compiled"), is_quick=not pytestconfig.getoption("--full"))
+    started = [PipelineHost(name, forge) for name in NAMES]
     try:
         for host in started:
             host.meet(BLOCKS)
@@ -47,6 +47,7 @@ def hosts(tmp_path_factory):
     finally:
         for host in started:
             host.end()
+        forge.end()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def breakable(hosts):
     for number, host in enumerate(hosts):
         if host.is_dead:
             host.end()
-            hosts[number] = PipelineHost(host.name, host.cache_dir)
+            hosts[number] = PipelineHost(host.name, host.forge)
             hosts[number].meet(BLOCKS)
 
 
@@ -450,7 +451,7 @@ def test_a_host_that_dies_while_units_are_copied_changes_no_bit(breakable, victi
     pipeline.begin_copies(joiner, JOINED)
     digests += [pipeline.step(), pipeline.step()]
     if victim == "d":
-        joiner.process.kill()
+        joiner.kill()
         digests += [pipeline.step(), pipeline.step()]
     else:
         pipeline.run(die_before=Task(TaskKind.INPUT_GRADIENT, 1, Hop(HostName("a"), 0, 2)))
@@ -460,7 +461,7 @@ def test_a_host_that_dies_while_units_are_copied_changes_no_bit(breakable, victi
     if victim == "d":
         alone = Pipeline(hosts[:3], [[("a", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
     else:
-        joiner.process.kill()  # it still waits, for a generation that is over
+        joiner.kill()  # it still waits, for a generation that is over
         alone = Pipeline(hosts[1:3], [[("b", BLOCKS)]], [MICROBATCHES], max_norm=0.5)
     assert digests == [alone.step() for _ in digests]
 
