@@ -44,8 +44,8 @@ class CollectiveExchange:
     """The exchanges of one generation whose world forms collectives; see `HostExchange`.
 
     Attributes:
-        host_index: of this host.
-        num_hosts: of the generation.
+        host_index: index of this host in the generation.
+        num_hosts: hosts of the generation.
         all_reduce: returns the sum over hosts of an int32 vector; all hosts must call it.
     """
 

@@ -32,10 +32,10 @@ class MailExchange:
     A host that is lost, or late, ends an exchange with `PeerUnreachable`.
 
     Attributes:
-        mail: of this host, in that step and generation.
+        mail: mail of this host in that step and generation.
         hosts: all that take part, in the same order everywhere.
-        own: this host.
-        kind: of the mail.
+        own: name of this host.
+        kind: kind of mail that these exchanges have.
         num_made: exchanges so far, which is the number of the next one.
     """
 

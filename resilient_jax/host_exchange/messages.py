@@ -33,14 +33,14 @@ class HostExchange(Protocol):
         but for `message`.
 
         Args:
-            message: of this host, of a type that msgspec encodes, the same on all hosts; of a host that is no speaker
-                only the type counts.
+            message: what this host says, of a type that msgspec encodes, the same on all hosts. Of a host that is no
+                speaker only the type counts.
             speakers: the indexes of the hosts that have something to say; None: all of them.
             room_bytes: what a message takes as a rule. A longer one costs a second round.
 
         Raises:
             MessageError: a host has said something else: it is in another exchange.
-            Exception: of the transport, as when a host is lost.
+            Exception: what the transport raises, as when a host is lost.
         """
         ...
 

@@ -174,7 +174,7 @@ class LocalJob(ObservedJob):
         """Hold hosts at a failpoint during the `with` block, which begins when all of them have arrived.
 
         Raises:
-            JobTimeout: they have not arrived within `timeout_s`.
+            JobTimeout: the hosts have not arrived within `timeout_s`.
             JobEnded: the job ended before.
         """
         self.hold(failpoint, hosts, step)

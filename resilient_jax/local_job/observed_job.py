@@ -96,7 +96,7 @@ class ObservedJob(abc.ABC):
         Args:
             what: is waited for, in words.
             find: what to poll.
-            timeout_s: of the wait.
+            timeout_s: limit of the wait.
             interval_s: between two polls at first; after some seconds `LONG_POLL_INTERVAL_S`, if that is longer.
 
         Raises:

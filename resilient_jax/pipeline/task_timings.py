@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
-from resilient_jax.step.slow_host_watch import WatchReport
+from resilient_jax.step.watch_report import WatchReport
 
 WINDOW: Final = 16
 """Steps whose median is what a task takes: one that compiled, or was stopped, does not count."""

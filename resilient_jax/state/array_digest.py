@@ -22,7 +22,7 @@ def add_array(digest: Digest, name: str, value: Any) -> None:  # noqa: ANN401 - 
     """Add an array, or a scalar, to a digest; of random keys their data.
 
     Args:
-        digest: of the arrays before it.
+        digest: digest of the arrays before this one.
         name: in a state or a batch.
         value: complete on this host, of any dtype without Python objects.
     """

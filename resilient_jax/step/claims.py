@@ -8,7 +8,8 @@ import numpy as np
 
 from resilient_jax.host_exchange import FLOAT_BYTES, MAX_INTEGER_BYTES, HostExchange
 from resilient_jax.state.state_digest import DIGEST_WORDS, NO_DIGEST, STATE_DIGEST_WORDS
-from resilient_jax.step.slow_host_watch import WATCH_BYTES, WatchReport
+from resilient_jax.step.slow_host_watch import WATCH_BYTES
+from resilient_jax.step.watch_report import WatchReport
 
 NO_STATE_DIGEST = (0,) * STATE_DIGEST_WORDS
 """In place of the digests of a state that is not compared."""

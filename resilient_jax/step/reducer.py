@@ -78,7 +78,8 @@ from resilient_jax.step.running_total import (
     start_total,
     start_total_of_hosts,
 )
-from resilient_jax.step.slow_host_watch import SlowHostWatch, WatchReport
+from resilient_jax.step.slow_host_watch import SlowHostWatch
+from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")

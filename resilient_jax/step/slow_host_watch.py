@@ -7,7 +7,6 @@ hosts take part in a collective by what all of them were told.
 """
 
 import collections
-import enum
 import functools
 import logging
 import operator
@@ -27,6 +26,7 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.device_speed import UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
+from resilient_jax.step.watch_report import Measurement, WatchReport
 
 logger = logging.getLogger(__name__)
 
@@ -45,26 +45,6 @@ UNUSUAL_ACCUMULATIONS: Final = 2
 SlowdownEstimate = Callable[[Sequence[Finding], DevicesAfterLoss], Slowdown | None]
 """What hosts that are slow, one finding for each, cost a step."""
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
-
-
-class Measurement(enum.IntFlag):
-    """What all hosts measure at once, devices before links."""
-
-    NOTHING = 0
-    DEVICES = 1
-    LINKS = 2
-
-
-class WatchReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a host tells the others about its last steps.
-
-    Attributes:
-        timings: of all of them since the last exchange; see `encode_timings`.
-        due: what all hosts are to measure; of the first host, which judges.
-    """
-
-    timings: bytes = b""
-    due: Measurement = Measurement.NOTHING
 
 
 class PreparedLinks(Protocol):

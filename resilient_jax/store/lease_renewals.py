@@ -39,9 +39,7 @@ class RenewalServer:
         """Create the server without listener.
 
         Args:
-            address: at which the store is served, host:port; this server listens on another port of that host.
-            credentials: of the job.
-            store: the store.
+            address: host:port at which the store is served; this server listens on another port of that host.
 
         Raises:
             ConfigError: the address has another form.
@@ -83,8 +81,7 @@ class RenewalChannel:
         """Begin without a connection.
 
         Args:
-            address: at which the client calls the store, host:port.
-            credentials: of the job.
+            address: host:port at which the client calls the store.
         """
         self._host = address.rpartition(":")[0]
         self._credentials = credentials

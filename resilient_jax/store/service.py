@@ -37,9 +37,8 @@ def serve_store(server: Server, store: MemoryStore, renewals: RenewalServer | No
 
     Args:
         server: not started yet.
-        store: the store.
-        renewals: of the same store; its owner enters it once the server has started. Without one every renewal is a
-            call.
+        renewals: server of renewals of the same store; the owner enters it once `server` has started. None: every
+            renewal is a call.
     """
     service = _StoreService(store, renewals)
     server.add(

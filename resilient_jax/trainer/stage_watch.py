@@ -42,7 +42,8 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
 from resilient_jax.step.link_speed import find_exchange_bytes
-from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS, WatchReport
+from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
+from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.trainer.stage_axes import FewerDevices
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind

@@ -36,8 +36,9 @@ from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import MEASURE_S, UNKNOWN_SECONDS, DeviceSeconds
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.slow_host_watch import Measurement, SlowdownEstimate
+from resilient_jax.step.slow_host_watch import SlowdownEstimate
 from resilient_jax.step.slowdown_estimate import estimate_slowdown
+from resilient_jax.step.watch_report import Measurement
 from resilient_jax.threads import start_thread_pool
 from resilient_jax.worker.lasting_slowdown import LastingSlowdown
 

@@ -1,6 +1,7 @@
 """`resilient-jax demo`: train on four hosts, kill parts of the job, show how training resumes."""
 
 import enum
+import importlib.resources
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from resilient_jax.cli.bundled_files import find_bundled_file
 from resilient_jax.cli.demo.results import (
     TrainingResult,
     parse_result,
@@ -18,7 +18,7 @@ from resilient_jax.cli.demo.results import (
     train_without_faults,
 )
 from resilient_jax.cli.demo.scenarios import NUM_HOSTS, ProgressPrinter, Recovery, Scenario
-from resilient_jax.errors import InternalError
+from resilient_jax.errors import CallerError, InternalError
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.observed_job import JobObserver
 
@@ -199,3 +199,22 @@ _ACTS: Final = {
     Act.PIPELINED: _show_pipeline,
 }
 """Each prints what it does, and returns whether the training with faults had the expected result."""
+
+
+def find_bundled_file(path: str) -> Path:
+    """Return a file below `examples`, `configs` or `meshes`.
+
+    A wheel has these folders inside the package (see `pyproject.toml`), a checkout beside the package. In both they are
+    neighbors, so paths between them such as `../meshes/local_4x2.toml` are valid.
+
+    Raises:
+        CallerError: neither place has the file.
+    """
+    package = Path(str(importlib.resources.files("resilient_jax")))
+    for root in (package, package.parent):
+        if (root / path).is_file():
+            return root / path
+    raise CallerError(
+        f"{path}: found no such file in {package} or beside it; expected one of the package's examples, configs or "
+        "meshes. Check the name"
+    )

@@ -18,7 +18,7 @@ from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import DeviceSeconds
-from resilient_jax.step.slow_host_watch import Measurement
+from resilient_jax.step.watch_report import Measurement
 from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService

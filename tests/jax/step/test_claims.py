@@ -9,7 +9,8 @@ from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.claims import Claims, HostClaims, count_claims_bytes
 from resilient_jax.step.contributions import Contributions
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.slow_host_watch import Measurement, WatchReport, encode_timings
+from resilient_jax.step.slow_host_watch import encode_timings
+from resilient_jax.step.watch_report import Measurement, WatchReport
 from tests.support.summing_hosts import SummingHosts
 
 SPEC = AccumulationSpec(name="", step=0, num_microbatches=4, reduction="exact")

@@ -13,7 +13,7 @@ from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import DeviceSeconds
-from resilient_jax.step.slow_host_watch import Measurement
+from resilient_jax.step.watch_report import Measurement
 from resilient_jax.worker.host_health import HealthRecord, HostHealth, continue_record
 from tests.support.manual_clock import ManualClock
 from tests.support.patience import patience

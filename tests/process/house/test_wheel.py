@@ -15,7 +15,7 @@ BUNDLED = ("examples", "configs", "meshes")
 BUILD_TIMEOUT_S = patience(12)
 FIND = """
 import sys
-from resilient_jax.cli.bundled_files import find_bundled_file
+from resilient_jax.cli.demo import find_bundled_file
 for path in sys.argv[1:]:
     print(find_bundled_file(path))
 """
