@@ -85,8 +85,7 @@ from resilient_jax.telemetry.worker_activity import worker_activity
 Tree = TypeVar("Tree")
 COMPARISON_INTERVAL_STEPS: Final = 64
 """Steps between two comparisons of the hosts' states, that of the initial state first, and of what they read as the
-same microbatch. To digest a state reads it once, an update reads and writes it, and a step is more than its update:
-less than a thousandth of the time."""
+same microbatch. To digest a state reads it once: less than a thousandth of the time of so many steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

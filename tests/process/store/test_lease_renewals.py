@@ -201,6 +201,7 @@ class Host:
             renewing.result()
 
 
+@pytest.mark.full
 def test_strangers_at_all_ports_of_the_store_take_no_lease():
     async def main(address, begin):
         begun = asyncio.Event()
