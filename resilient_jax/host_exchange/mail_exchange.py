@@ -34,7 +34,6 @@ class MailExchange:
     Attributes:
         mail: mail of this host in that step and generation.
         hosts: all that take part, in the same order everywhere.
-        own: this host, which is one of `hosts`.
         kind: kind of mail that these exchanges have.
         num_made: exchanges so far, which is the number of the next one.
     """
