@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import pytest
 
-from resilient_jax.chaos.strangers import find_listening_ports
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.store_session import StoreSession
 from resilient_jax.errors import LeaseExpired
@@ -23,6 +22,7 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.transport import Credentials, Server
+from tests.chaos.strangers import find_listening_ports
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 
