@@ -244,7 +244,7 @@ def test_a_host_with_half_the_devices_gets_half_the_blocks_and_its_replica_fewer
     speeds = find_device_speeds({A: 4, B: 2, C: 4})
     assert speeds == {B: 0.5}
     assert make_teams([A, B, C], [1.0] * 10, 3, speeds) == [[(A, 4), (B, 2), (C, 4)]]
-    assert share_microbatches([[(A, 10)], [(B, 10)]], 6, speeds) == [4, 2]
+    assert share_microbatches([[(A, 10)], [(B, 10)]], 6, speeds=speeds) == (4, 2)
 
 
 def test_a_host_counts_the_devices_that_its_axes_use():
