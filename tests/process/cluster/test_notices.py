@@ -35,7 +35,8 @@ for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT):
     if (pid := os.fork()) == 0:
         try:
             os.write(there, b".")
-            time.sleep(600)
+            while True:  # one long sleep would miss a signal that comes just before it
+                time.sleep(0.1)
         except KeyboardInterrupt:
             os._exit(7)
     os.read(here, 1)
