@@ -202,8 +202,12 @@ class DeviceWatch:
         """End the quarantine that this watch has written, and no other's."""
         if not self._host_reason:
             return
-        # Before the host may join: the worker sees too few devices.
+        # Before the host may join: the worker sees too few devices, and a leader may form a generation with it until
+        # its end is known.
+        worker = self._supervisor.worker
         end_if_outdated(self._context, self._supervisor, "a device is back")
+        if worker is not None and worker.is_outdated(self._context.devices.settings):
+            await worker.child.wait_exited()
         settings, store = self._context.settings, self._context.store
         reasons = {one.host: one.reason for one in await read_quarantine(store, settings.job)}
         if reasons.get(settings.host) == self._host_reason:
