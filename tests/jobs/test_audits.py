@@ -77,6 +77,7 @@ def test_a_host_that_computes_wrongly_is_taken_out_and_the_job_goes_back_to_what
     assert set(re.findall(DIGEST, output)) == {undisturbed}
 
 
+@pytest.mark.full  # the other end of an audit is below
 def test_if_all_was_verified_the_others_finish_the_step_without_the_host(undisturbed, tmp_path):
     with launch(tmp_path, 3, 1.0) as job:
         flip_bits_after(job, tmp_path, 5, is_repeated=False)

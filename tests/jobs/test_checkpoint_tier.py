@@ -108,6 +108,7 @@ def test_after_more_lost_hosts_than_parity_training_resumes_from_the_checkpoint_
         assert all(nbytes < whole / len(read) + SMALL_BYTES for nbytes in read), (read, whole)
 
 
+@pytest.mark.full  # what is corrupt is in process/checkpoint
 def test_if_the_only_checkpoint_is_corrupt_the_job_ends_with_what_is_lost_and_why_it_cannot_be_read(tmp_path):
     victims = ("host-1", "host-2")
     with launch(tmp_path) as job:

@@ -145,6 +145,7 @@ def test_a_worker_that_keeps_an_array_of_a_world_it_left_is_not_ended_by_it(tmp_
             assert list(find_pids(tiny.read_report(), JobComponent.WORKER, "host-0")) == pids
 
 
+@pytest.mark.full  # several deaths, for a leak that takes hours to hurt
 def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) -> None:
     def descriptors() -> list[str]:
         links = []

@@ -68,6 +68,7 @@ def test_a_notice_is_a_planned_leave_and_a_job_recovers_from_a_single_host(tmp_p
         pod.finish()
 
 
+@pytest.mark.full  # joins and leaves are below, and in the simulated cluster
 def test_a_job_grows_from_two_hosts_to_six_and_shrinks_back(tmp_path: Path) -> None:
     with served_store() as store, Pod(tmp_path, store, loopback_sites(6), num_hosts=2) as pod:
         number = number_of(pod.wait_training(2))

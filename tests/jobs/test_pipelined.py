@@ -76,6 +76,7 @@ def test_a_slow_stage_is_named_and_its_replica_gets_fewer_microbatches(broken: P
     assert find_named(broken) == {"host-1"}
 
 
+@pytest.mark.full  # a pair: slow hosts are in test_slow_hosts.py
 def test_the_replica_of_a_starved_stage_gets_fewer_microbatches(
     broken: PipelinedJob, request: pytest.FixtureRequest
 ) -> None:

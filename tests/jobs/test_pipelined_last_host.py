@@ -57,6 +57,7 @@ def list_details(events: list[Event], kind: EventKind, name: str) -> list[int]:
     return [int(event.detail[name]) for event in events if event.kind is kind]
 
 
+@pytest.mark.full  # test_one_device_left.py goes down to the last host, too
 def test_the_last_host_stays_in_its_world_and_the_next_one_joins_it_there(job: PipelinedJob) -> None:
     before, after, events = lose_host(job, with_service=False)
     assert list_changes(events) == [("shrink", 1), ("grow", HOSTS)]

@@ -48,6 +48,7 @@ def test_a_stage_is_stopped_in_mid_step(part: JobComponent, job: PipelinedJob) -
     job.wait_protected(HOSTS, after_generation=before)
 
 
+@pytest.mark.full  # a pair: hangs are in test_hangs.py, stages in this file
 def test_a_stage_hangs_in_mid_step(job: PipelinedJob) -> None:
     job.wait_protected(HOSTS)
     before = generation_of(job.wait_training(HOSTS)).number
@@ -70,6 +71,7 @@ def test_a_stage_hangs_in_mid_step(job: PipelinedJob) -> None:
     job.wait_protected(HOSTS, after_generation=before)
 
 
+@pytest.mark.full  # a pair: a host is cut off in test_membership.py
 def test_a_stage_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     if (why_not := may_build_networks()) is not None:
         pytest.skip(why_not)

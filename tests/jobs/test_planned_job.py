@@ -119,6 +119,7 @@ def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.full  # a part of what follows when a host dies
 def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
     plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
     assert plans == ["replica 4 x tensor 2"]
@@ -490,6 +491,7 @@ def test_a_host_that_is_not_in_the_topology_ends_the_job_with_a_remedy(tmp_path)
     )
 
 
+@pytest.mark.full  # a pair: lost devices are in test_gpu_failures.py
 def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
     with launch(tmp_path, hosts=2, steps=MANY_STEPS) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-0"], 3)

@@ -42,6 +42,7 @@ def wait_seated(tiny: TinyJob, *hosts: str) -> dict[str, StandbyStatus]:
     return find(report)
 
 
+@pytest.mark.full  # a pair: see test_replace.py
 def test_where_all_workers_are_replaced_the_standbys_that_are_left_go_on_in_the_same_world(
     tmp_path: Path,
 ) -> None:

@@ -141,6 +141,7 @@ def twice_protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharde
         job.finish(more_steps=5)
 
 
+@pytest.mark.full  # two hosts at once are in smoke, too
 def test_the_loss_of_two_hosts_at_once_and_of_all_workers_at_once_is_survived(
     twice_protected: ShardedJob,
 ) -> None:

@@ -6,6 +6,8 @@ And that host, which spares now, follows the others into a new world.
 import signal
 from pathlib import Path
 
+import pytest
+
 from resilient_jax.cli.status import describe_spare
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
@@ -122,6 +124,7 @@ def test_a_worker_that_died_waits_even_without_a_seat_and_that_is_said(tmp_path:
         tiny.finish()
 
 
+@pytest.mark.full  # a pair of spares and stages
 def test_a_spare_has_the_blocks_of_a_stage_before_it_takes_the_place_of_its_host(tmp_path: Path) -> None:
     """Each host is a replica: if none of those that stay has a block, all read a snapshot."""
     with PipelinedJob(tmp_path, 2, 1, options=("--spares", "1")) as job:

@@ -143,6 +143,7 @@ def test_a_host_does_not_wait_for_the_compiler_of_a_host_that_was_killed(undistu
     assert set(found) == {undisturbed}
 
 
+@pytest.mark.full  # a collective that hangs is in test_hangs.py
 def test_a_collective_with_a_silent_peer_fails_after_the_configured_timeout(undisturbed, tmp_path):
     """Hang a peer, as if gloo had lost a message: no process dies, and no connection breaks."""
     config = CONFIG + "collective_timeout_s = 4.0\nquiesce_timeout_s = 2.0\n"

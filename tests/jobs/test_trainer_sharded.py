@@ -153,6 +153,7 @@ def test_after_a_join_nothing_is_compiled_by_the_others(complete, tmp_path):
     assert found == complete
 
 
+@pytest.mark.full  # a pair: see test_trainer_job.py
 def test_after_a_loss_nothing_is_compiled_by_the_others_and_no_devices_are_kept_when_they_leave(
     complete, tmp_path
 ):

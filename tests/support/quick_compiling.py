@@ -1,28 +1,23 @@
-"""Fixtures for the tests of a module whose programs take longer to compile than to run.
+"""Programs of small models take longer to compile than to run: most of what tests with JAX would take.
 
-XLA does what it always does; LLVM optimizes nothing.
+Fusions are compiled by XLA's older emitters, and LLVM optimizes nothing: about half the processor time. What XLA does
+with a program before that is as ever. `make test-all`, jobs and smoke compile as users do.
 """
 
-from collections.abc import Iterator
+import os
+import sys
 
-import jax
 import pytest
 
-FLAG = "jax_disable_most_optimizations"
+XLA_FLAG = "--xla_cpu_use_fusion_emitters=false"
+JAX_FLAG = "jax_disable_most_optimizations"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiling() -> Iterator[None]:
-    """Disable LLVM's optimizations in all tests of a module that imports this name."""
-    jax.config.update(FLAG, True)
-    yield
-    jax.config.update(FLAG, False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_but_in_full(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Disable them but in `make test-all`: of promises about bits, which LLVM could break, too."""
-    is_quick = not pytestconfig.getoption("--full")
-    jax.config.update(FLAG, is_quick)
-    yield
-    jax.config.update(FLAG, False)
+def compile_quickly(config: pytest.Config) -> None:
+    """Compile quickly in this process and in those that it starts, but in `make test-all`."""
+    if config.getoption("--full"):
+        return
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAG}".strip()
+    os.environ[JAX_FLAG.upper()] = "1"
+    if (jax := sys.modules.get("jax")) is not None:  # it has read the environment
+        jax.config.update(JAX_FLAG, True)

@@ -20,7 +20,6 @@ from tests.support.cut_variables import (
     join_variables,
     split_variables,
 )
-from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 ROWS, WIDTH, LAYERS = 3, 4, 3
 KEY = jax.random.key(1)

@@ -18,7 +18,6 @@ from tests.support.cut_variables import (
     join_variables,
     split_variables,
 )
-from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import KEY, LAYERS, MAKERS, ROWS, TOKENS, WIDTH, make_batch
 
 BATCH = make_batch()

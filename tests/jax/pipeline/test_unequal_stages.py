@@ -53,7 +53,6 @@ from resilient_jax.trainer.stage_axes import (
 from resilient_jax.trainer.trainer import Trainer
 from resilient_jax.trainer.unit_placement import list_used_devices
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
-from tests.support.quick_compiling import quick_compiling  # noqa: F401 - likewise
 from tests.support.small_decoders import KEY, MAKERS, make_batch
 from tests.support.standalone_world import make_world
 

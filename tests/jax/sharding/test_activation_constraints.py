@@ -13,7 +13,6 @@ from resilient_jax.sharding.activation_constraints import constrain_activations,
 from resilient_jax.sharding.planned_program import compile_plan
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, SHAPE, LinenProgram, NnxProgram, plan_with
-from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 X = jax.ShapeDtypeStruct((6, 3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)

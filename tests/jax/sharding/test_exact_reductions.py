@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.sharding.exact_array_sum import sum_exactly
 from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of this module
-from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 
 SHAPES = {"matrix": (24, 96), "stack": (3, 24, 48), "odd": (7, 11)}
 MESHES = [(2, 2, "tensor"), (1, 3, "fsdp"), (1, 8, "tensor")]

@@ -9,7 +9,6 @@ import pytest
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
 from tests.support.full_only import full_but
-from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import NnxDecoder, cross_entropy, make_batch
 
 STEPS = 3

@@ -15,7 +15,6 @@ from resilient_jax.ids import HostName
 from resilient_jax.topology import NumberFormat, Peak
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.plan_topologies import cluster
-from tests.support.quick_compiling import quick_compiling  # noqa: F401 - likewise
 from tests.support.small_decoders import NnxDecoder, cross_entropy, make_scanned
 
 STEPS, ROWS = 2, 8

@@ -15,12 +15,13 @@ from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.unit_states import UnitStates
 from tests.support.full_only import full_but
-from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 from tests.support.small_decoders import MAKERS, NnxDecoder, cross_entropy, make_batch, make_mask
 
 STEPS = 3
 EVALUATED_STEPS = 2
-OPTIMIZER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
+OPTIMIZER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10), eps=1e-4)
+"""With Adam's usual eps, a gradient that is zero but for rounding (of a key's bias) would move its parameter as far as
+any other does, either way."""
 PIPELINE = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2))
 GATHERED = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2, gather_result=True))
 
@@ -76,7 +77,7 @@ def test_blocks_train_as_the_whole_model_does(trained):
     for one, other in ((whole.params, blocks.params), (whole.ema_params, blocks.ema_params)):
         assert jax.tree.structure(one) == jax.tree.structure(other)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(a, b, atol=2e-3)
+            np.testing.assert_allclose(a, b, atol=2e-5)
     assert isinstance(blocks.model, NnxDecoder)
 
 

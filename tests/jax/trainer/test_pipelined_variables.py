@@ -11,7 +11,6 @@ from flax import nnx
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
 from tests.support.full_only import full_but
-from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 WIDTH, LAYERS, ROWS, STEPS = 6, 2, 4, 2
 PIPELINE = rj.Parallelism(pipeline=rj.Pipeline(num_stages=2, gather_result=True, axes_by_host=False))

@@ -5,7 +5,6 @@ import pytest
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.full_only import full_but
 from tests.support.memory_grid import GRID, compare, describe
-from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 ERROR = 0.10
 

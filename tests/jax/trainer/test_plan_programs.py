@@ -28,7 +28,6 @@ from tests.support.planned_programs import (
     NnxProgram,
     plan_with,
 )
-from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 PROGRAMS = {"nnx": NnxProgram, "linen": LinenProgram}
 STEPS = 3

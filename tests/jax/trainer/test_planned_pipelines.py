@@ -19,7 +19,6 @@ from tests.support.decoder import Decoder, loss_of
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.full_only import full_but
 from tests.support.plan_topologies import cluster
-from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 SHAPE = TransformerShape(
     layers=4,

@@ -12,7 +12,6 @@ from flax import nnx
 import resilient_jax as rj
 from resilient_jax.errors import CallerError, NonFiniteError
 from tests.support.full_only import full_but
-from tests.support.quick_compiling import quick_but_in_full as quick_but_in_full
 
 ROWS, WIDTH, TOKENS, STEPS = 8, 6, 5, 3
 PARALLELISMS = {

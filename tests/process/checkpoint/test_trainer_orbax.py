@@ -22,6 +22,7 @@ import resilient_jax as rj
 from resilient_jax.checkpoint import OrbaxStore
 from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
+from resilient_jax.jax_runtime.worker_environment import set_device_count
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from tests.process.checkpoint.storage_processes import find_newest_storage_process
@@ -121,7 +122,7 @@ def start_worker(stack, *arguments):
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "XLA_FLAGS": set_device_count(os.environ.get("XLA_FLAGS", ""), 2),
             },
         )
     )

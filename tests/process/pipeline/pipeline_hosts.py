@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.worker_environment import set_device_count
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
@@ -27,13 +28,8 @@ WAIT_S = patience(12)
 class HostForge:
     """A `pipeline_worker.py`, of which all hosts of a file are forked: what they import is imported once."""
 
-    def __init__(self, cache_dir: Path, *, is_quick: bool) -> None:
-        """Start it.
-
-        Args:
-            cache_dir: of compiled programs.
-            is_quick: as in `support/quick_compiling.py`.
-        """
+    def __init__(self, cache_dir: Path) -> None:
+        """Start it; `cache_dir` is for compiled programs."""
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -43,11 +39,10 @@ class HostForge:
                 | {
                     "PYTHONPATH": str(ROOT),
                     "JAX_PLATFORMS": "cpu",
-                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                    "XLA_FLAGS": set_device_count(os.environ.get("XLA_FLAGS", ""), 2),
                     "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
                     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                    "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(is_quick)),
                 },
             )
 

@@ -37,8 +37,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory, pytestconfig):
-    forge = HostForge(tmp_path_factory.mktemp("compiled"), is_quick=not pytestconfig.getoption("--full"))
+def hosts(tmp_path_factory):
+    forge = HostForge(tmp_path_factory.mktemp("compiled"))
     started = [PipelineHost(name, forge) for name in NAMES]
     try:
         for host in started:
