@@ -29,7 +29,7 @@ from resilient_jax.jax_runtime.distributed import (
     WorldConnection,
     connect,
     disconnect,
-    find_peer_listeners,
+    read_peer_listeners,
 )
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.live_nodes import end_waiting_threads, interrupt_meeting, meet_members
@@ -91,7 +91,7 @@ class ExperimentProcess:
         seats = [Seat(member) for member in members]
         set_members(seats)
         meet_members(connection.place, seats, timeout_s)
-        listeners = find_peer_listeners(seats, connection.place.seat, LISTENER_TIMEOUT_S)
+        listeners = read_peer_listeners(seats, connection.place.seat, LISTENER_TIMEOUT_S)
         gloo = dataclasses.replace(connection.gloo, peer_listeners=connection.gloo.peer_listeners | listeners)
         self._connection = dataclasses.replace(connection, gloo=gloo)
 

@@ -8,8 +8,8 @@ from resilient_jax.jax_runtime.gloo import (
     Endpoint,
     GlooConnection,
     GlooSockets,
-    find_local_endpoint,
-    find_remote_endpoint,
+    get_local_endpoint,
+    get_remote_endpoint,
     is_listener,
     list_socket_descriptors,
 )
@@ -27,7 +27,6 @@ def abort_collectives(gloo: GlooSockets) -> int:
     Returns:
         The number of connections that were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
     """
-
     return _shut_connections(gloo.includes)
 
 
@@ -42,6 +41,7 @@ def shut_connections_to(endpoint: Endpoint) -> int:
 
 
 def _shut_connections(chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> int:
+    # Found anew each time: gloo opens connections whenever a clique is formed, and tells nobody.
     return sum(_try_shut(descriptor, chosen) for descriptor in list_socket_descriptors())
 
 
@@ -50,10 +50,12 @@ def _try_shut(descriptor: int, chosen: Callable[[Endpoint | None, Endpoint | Non
         if (
             copy is None
             or is_listener(copy)
-            or not chosen(find_local_endpoint(copy), find_remote_endpoint(copy))
+            or not chosen(get_local_endpoint(copy), get_remote_endpoint(copy))
         ):
             return False
         try:
+            # Shut, not closed: the duplicate is the same connection, so this wakes the thread that waits in gloo. The
+            # descriptor of gloo's own stays open: were it closed, gloo could next use another file under its number.
             copy.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False  # no longer connected: nothing left to interrupt

@@ -59,6 +59,7 @@ class BackendGate:
         """
         with self._changed:
             while self._backend is None:
+                # Without the joining thread no world would be joined, and no backend set: it must not wait here.
                 if self._is_over or threading.current_thread() is self._joiner:
                     return xla_bridge.make_cpu_client()
                 self._changed.wait()

@@ -34,9 +34,9 @@ from resilient_jax.jax_runtime.failures import FormingFailed
 from resilient_jax.jax_runtime.gloo import (
     GlooConnection,
     GlooSockets,
-    find_connections,
-    find_open_connections,
+    list_connections,
     list_descriptors,
+    list_open_connections,
 )
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
@@ -56,7 +56,7 @@ class CliqueConnections:
     """The connections of one world's cliques, by their members. Safe to share between the main and the guard thread.
 
     Args:
-        seat: of this process.
+        seat: where this process is in the world.
     """
 
     def __init__(self, seat: Seat) -> None:
@@ -64,27 +64,27 @@ class CliqueConnections:
         self._lock = threading.RLock()  # guards all that follows
         self._local = NO_CONNECTIONS
         self._by_members: dict[Seats, frozenset[GlooConnection]] = {}
-        """Of members of earlier generations, and of replicas on several hosts."""
+        """The connections of cliques of earlier members, and of replicas on several hosts."""
         self._broken: set[Seats] = set()
         self._members: Seats = frozenset()
         self._found = NO_CONNECTIONS
-        """What there was before any process could begin with the next members."""
+        """The connections that there were before any process could begin with the next members."""
         self._before = NO_CONNECTIONS
-        """What there was before the present members began, except for connections of their own."""
+        """The connections that there were before the present members began, except for their own of earlier."""
         self._program: _Program | None = None
         self._given_up: Seats = frozenset()
         """The processes of the replica whose program was aborted, until this process has left it."""
         self._descriptors: frozenset[str] = frozenset()
-        """The open ones when `begin_program` or `end_program` last looked for connections in this generation."""
+        """The open descriptors when a program's begin or end last looked for connections in this generation."""
 
     def form_local_clique(self, gloo: GlooSockets) -> None:
         """Form the clique of the local devices: right after `connect`, before any other. Costs one tiny program."""
         devices = jax.local_devices()
         if len(devices) == 1 or not gloo.own_listeners:
             return
-        before = _find_self_connections(gloo)
+        before = _list_self_connections(gloo)
         _add_up(devices).block_until_ready()
-        self._local = self._found = _find_self_connections(gloo) - before
+        self._local = self._found = _list_self_connections(gloo) - before
 
     def begin(self, members: Sequence[Seat]) -> None:
         """Have these members from now on.
@@ -98,6 +98,7 @@ class CliqueConnections:
                 frozenset().union(*(self._by_members.pop(known) for known in gone)) - self._local
             )
             self._broken = {broken for broken in self._broken if broken <= self._members}
+            # If these have been the members before, what they had then is theirs again: an abort may shut it.
             self._before = self._found - self._by_members.get(self._members, NO_CONNECTIONS)
 
     def end(self, gloo: GlooSockets, *, is_intact: bool) -> None:
@@ -106,13 +107,14 @@ class CliqueConnections:
         Before this process reports that it is idle: afterwards others may open connections for the next members.
 
         Args:
-            gloo: of the world.
-            is_intact: nothing was aborted.
+            gloo: tells the world's connections from other sockets.
+            is_intact: whether nothing was aborted.
         """
         with self._lock:
             self._drop_broken(gloo)
-            self._found = find_connections(gloo)
+            self._found = list_connections(gloo)
             if is_intact:
+                # What is new, and no replica's, was made by a collective of the members.
                 if own := self._found - self._before - self._list_others():
                     self._by_members[self._members] = own
             else:
@@ -125,13 +127,15 @@ class CliqueConnections:
         """
         with self._lock:  # so no program of a replica begins meanwhile
             self._drop_broken(gloo)
-            # What has appeared since a replica's program began is this replica's, complete or not.
-            found = find_connections(gloo) if self._program is None else self._program.before
-            shut_connections(found - self.list_spared())
+            # What has appeared since a replica's program began is this replica's, complete or not. Its other hosts may
+            # be in the program already, and would lose the clique for good.
+            endangered = list_connections(gloo) if self._program is None else self._program.before
+            shut_connections(endangered - self.list_spared())
 
     def list_spared(self) -> frozenset[GlooConnection]:
         """Return the known connections that `abort` leaves alone."""
         with self._lock:
+            # Of the members' own all are shut, also those that they had when they were the members before.
             own = self._by_members.get(self._members, NO_CONNECTIONS)
             return (self._before | self._list_others()) - own
 
@@ -153,7 +157,7 @@ class CliqueConnections:
                 return
             # To look costs several system calls for each socket: only if there may be others than before.
             if (descriptors := list_descriptors()) != self._descriptors:
-                self._found, self._descriptors = find_connections(gloo), descriptors
+                self._found, self._descriptors = list_connections(gloo), descriptors
             self._program = _Program(seats, self._found)
 
     def end_program(self, gloo: GlooSockets, *, is_intact: bool) -> None:
@@ -167,10 +171,10 @@ class CliqueConnections:
             if program is None:
                 return
             if (descriptors := list_descriptors()) != self._descriptors:
-                self._found, self._descriptors = find_connections(gloo), descriptors
+                self._found, self._descriptors = list_connections(gloo), descriptors
                 known = self._by_members.get(program.seats, NO_CONNECTIONS)
                 # Not those that `clique_interruption` has made and closed meanwhile.
-                self._by_members[program.seats] = known | (find_open_connections(gloo) - program.before)
+                self._by_members[program.seats] = known | (list_open_connections(gloo) - program.before)
             if not is_intact:
                 self._break(program.seats)
 
@@ -180,7 +184,8 @@ class CliqueConnections:
             if self._program is None:
                 return False
             seats, before = self._program.seats, self._program.before
-            new = find_connections(gloo) - before
+            # All, open or not: they are shut, and not remembered.
+            new = list_connections(gloo) - before
             self._by_members[seats] = self._by_members.get(seats, NO_CONNECTIONS) | new
             self._program, self._given_up = None, seats
             self._break(seats)
@@ -200,8 +205,11 @@ class CliqueConnections:
         with self._lock:
             if self._seat not in seats or (self._program is not None and seats <= self._program.seats):
                 return False
+            # Its program was broken off while this process may still wait for the clique to be formed.
             if seats == self._given_up:
                 return True
+            # Of the others one that is remembered is complete, and one that is broken is formed by nobody any more,
+            # whatever gloo has published of it.
             return seats <= self._members and seats not in self._by_members and seats not in self._broken
 
     def is_broken(self, members: Sequence[Seat]) -> bool:
@@ -219,9 +227,10 @@ class CliqueConnections:
         others = [seats for seats in self._by_members if seats != self._members]
         if not others:
             return
-        is_open = find_open_connections(gloo)
+        open_connections = list_open_connections(gloo)
         for seats in others:
-            if not self._by_members[seats] <= is_open:
+            if not self._by_members[seats] <= open_connections:
+                # The program that runs may have made more connections than are remembered: those are broken, too.
                 if self._program is not None and self._program.seats == seats:
                     self.break_program(gloo)
                 else:
@@ -233,10 +242,10 @@ class CliqueConnections:
         shut_connections(self._by_members.pop(seats, NO_CONNECTIONS) - self._local)
 
 
-def _find_self_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
+def _list_self_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
     """Return gloo's connections of this process with itself, both ends of each."""
-    found = find_connections(gloo)
-    return frozenset((here, there) for here, there in found if (there, here) in found)
+    connections = list_connections(gloo)
+    return frozenset((here, there) for here, there in connections if (there, here) in connections)
 
 
 def _add_up(devices: Sequence[Device]) -> jax.Array:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 GLOO_KEY_DIRECTORY: Final = "cpu:gloo"
 UNREADABLE_VALUE: Final = b"\xff" * 8 + b" resilient_jax: this world was given up"
-"""For gloo a host name of 2**64 - 1 bytes, for protobuf an endless number: both refuse it cleanly."""
+"""To gloo this is a host name of 2**64 - 1 bytes, to protobuf an endless number: both refuse it cleanly."""
 PROBE_TIMEOUT_MS: Final = 100
 """Timeout of the one request that can have one; without an answer no other is made."""
 PUBLISH_DELAY_S: Final = 0.04
@@ -53,21 +53,21 @@ CONNECT_TIMEOUT_S: Final = 0.2
 _WORD: Final = struct.Struct("<Q")
 
 Published = dict[str, dict[int, bytes]]
-"""By clique (its device ids with commas) and rank, what gloo has published."""
+"""What gloo has published, by clique (its device ids with commas) and rank."""
 
 
 class CliqueInterrupter:
     """Ends the waits for one world's cliques, with stronger means at each repeated call.
 
     Args:
-        client: of the world.
+        client: this process's client of the world's coordination service.
         service: the service's address as the client reaches it: the relay's.
         gloo: the world's sockets.
         known_key: a key that is in the service's store: it can be read if the service is alive.
 
     Attributes:
         is_detached: whether the service was found dead: this world forms no clique any more.
-        is_current: whether a clique of these seats may be waited for; others are complete, or given up.
+        is_current: tells whether the wait for a clique of these seats may be ended; others are complete, or given up.
     """
 
     def __init__(self, client: RuntimeClient, service: Endpoint, gloo: GlooSockets, known_key: str) -> None:
@@ -91,6 +91,7 @@ class CliqueInterrupter:
         Returns:
             The number of waits that it may have ended.
         """
+        # Another interruption than before: it begins with the weakest means again.
         if now_s - self._last_s > SERIES_GAP_S:
             self._began_s = now_s
         self._last_s = now_s
@@ -102,6 +103,7 @@ class CliqueInterrupter:
                 return 0
             self.is_detached = True
             self._client.shutdown()  # 0.5 ms, measured with a stopped service
+        # Only after the shutdown: to lose the connection ends the process of a client that is in use.
         if self.is_detached:
             return shut_connections_to(self._service)
         return self._release_in_time(may_hang_up=since_s >= HANG_UP_DELAY_S)
@@ -126,12 +128,12 @@ class CliqueInterrupter:
 
     def _release(self, *, may_hang_up: bool) -> int:
         try:
-            found = _published(self._client)
+            cliques = _read_published(self._client)
         except JaxRuntimeError as error:
             logger.debug("the service does not say which cliques are being formed: %s", error)
             return 0
         published = {
-            clique: by_rank for clique, by_rank in found.items() if self.is_current(_find_seats(clique))
+            clique: by_rank for clique, by_rank in cliques.items() if self.is_current(_parse_seats(clique))
         }
         released = sum(_try_publish(self._client, key) for key in find_missing_keys(published))
         return released + (self._hang_up(published) if may_hang_up else 0)
@@ -144,6 +146,7 @@ class CliqueInterrupter:
         calls = 0
         for value in (value for by_rank in published.values() for value in by_rank.values()):
             parsed = parse_rank(value)
+            # Only what this process waits for at its own listener: peers end their waits themselves.
             if parsed is None or parsed[0] not in self._gloo.own_listeners:
                 continue
             for number in set(parsed[1]) - self._called:
@@ -196,20 +199,21 @@ def parse_rank(value: bytes) -> tuple[Endpoint, tuple[int, ...]] | None:
         return None
 
 
-def _find_seats(clique: str) -> frozenset[Seat]:
+def _parse_seats(clique: str) -> frozenset[Seat]:
     return frozenset(Seat(int(device) // DEVICE_IDS_PER_PROCESS) for device in clique.split(","))
 
 
-def _published(client: RuntimeClient) -> Published:
-    found: Published = {}
+def _read_published(client: RuntimeClient) -> Published:
+    published: Published = {}
     for key, value in client.key_value_dir_get_bytes(GLOO_KEY_DIRECTORY):
         _, clique, rank = key.rsplit("/", 2)
-        found.setdefault(clique, {})[int(rank)] = value
-    return found
+        published.setdefault(clique, {})[int(rank)] = value
+    return published
 
 
 def _try_publish(client: RuntimeClient, key: str) -> bool:
     try:
+        # False: what a peer has published in the meantime is not overwritten.
         client.key_value_set_bytes(key, UNREADABLE_VALUE, False)
     except JaxRuntimeError:
         return False  # the peer has published meanwhile

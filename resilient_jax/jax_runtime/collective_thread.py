@@ -153,6 +153,7 @@ class CollectiveThread:
 
         For the guard thread, once `abort_collectives` has had no effect for longer than gloo needs.
         """
+        # That is no hang, however long it takes.
         if self.is_compiling:
             return False
         with self._lock:
@@ -177,14 +178,14 @@ def _load(program: Any, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as
         lambda shape, sharding: jax.make_array_from_callback(
             shape.shape,
             sharding,
-            lambda index: np.zeros(_find_shape(index, shape.shape), shape.dtype),  # pyright: ignore[reportArgumentType]
+            lambda index: np.zeros(_compute_shape(index, shape.shape), shape.dtype),  # pyright: ignore[reportArgumentType]
         ),
         jax.eval_shape(program, *arguments),
         compiled.output_shardings,
     )
 
 
-def _find_shape(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_shape(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
 
 

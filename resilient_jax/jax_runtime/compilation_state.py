@@ -30,7 +30,7 @@ def is_compiling(thread: int | None) -> bool:
     """Return whether a thread compiles, loads a program, or waits for one that another host compiles.
 
     Args:
-        thread: its `ident`; None: one that has not begun.
+        thread: the thread's `ident`; None: the thread has not begun.
     """
     return thread in _compiling
 

@@ -72,8 +72,8 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     """Make JAX's persistent cache work for every process; once per process, before the first compilation.
 
     Args:
-        hooks: for entries that are not in the directory.
-        limit_bytes: of the directory.
+        hooks: what brings entries that are not in the directory, and hears of programs that were compiled.
+        limit_bytes: how large the directory may become before its oldest entries are removed.
 
     Returns:
         None when it is on; else why not, for the caller's event: JAX's own cache then stays as it is.
@@ -280,8 +280,8 @@ def evict_oldest(directory: Path, limit_bytes: int) -> int:
     entries = []
     for path in directory.glob(f"*{CACHE_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # evicted by another process
-            found = path.stat()
-            entries.append((found.st_mtime_ns, found.st_size, path))
+            status = path.stat()
+            entries.append((status.st_mtime_ns, status.st_size, path))
     entries.sort()
     size = sum(entry[1] for entry in entries)
     evicted = 0

@@ -33,13 +33,14 @@ HEARTBEAT_TIMEOUT_S: Final = 86400
 SHUTDOWN_TIMEOUT_S: Final = 1
 PR_SET_PDEATHSIG: Final = 1
 STAND_IN_TIMEOUT_S: Final = 10
-"""Of registering: milliseconds in a world that has been formed; before, the others are waited for."""
+"""Time to register: milliseconds in a world that has been formed; before, the stand-in waits for the others."""
 
 _printing = threading.Lock()  # guards standard output: orders are executed on threads
 
 
 def main() -> None:
     """Serve one world until stdin ends; never return."""
+    # Its owner may die at any line, and must not leave a service behind that nobody ends.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in PROXY_VARIABLES:  # spare seats and stand-ins are clients of this process itself
         os.environ.pop(name, None)
@@ -54,6 +55,7 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         _print_line(f"failed {' '.join(str(error).split())}")
         os._exit(1)
+    # Before the address is told: forming the world waits for these seats, too.
     SpareSeats(address, range(num_members, num_seats)).register()
     _print_line(f"serving {address}")
     while order := sys.stdin.readline():

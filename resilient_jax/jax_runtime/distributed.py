@@ -25,7 +25,7 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import Seat
-from resilient_jax.jax_runtime import world_forming as formings
+from resilient_jax.jax_runtime import world_forming
 from resilient_jax.jax_runtime.abandoned_threads import abandon_thread
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.backend_gate import BackendGate
@@ -34,7 +34,7 @@ from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
 from resilient_jax.jax_runtime.gloo import (
     Endpoint,
     GlooSockets,
-    find_listening_endpoints,
+    list_listening_endpoints,
     lower_gloo_thread_priority,
 )
 from resilient_jax.jax_runtime.jaxlib_types import (
@@ -60,8 +60,8 @@ ABORT_INTERVAL_S: Final = 0.02
 
 OPERATIONS: Final[Any] = dispatch.xla_primitive_callable
 KEPT_CACHES: Final[tuple[Any, ...]] = (partial_eval.trace_to_jaxpr, pxla._dce_jaxpr, OPERATIONS)
-"""Of traces; of these without the arguments that they do not use; of operations that are called outside of `jit`, each
-of which is a function to be traced."""
+"""Caches of traces; of traces without the arguments that they do not use; and of operations that are called outside of
+`jit`, each of which is a function to be traced."""
 
 _gate: Final = BackendGate()
 _clients: list[Callable[[], object]] = []
@@ -99,7 +99,7 @@ def connect(place: WorldSeat, *, timeout_s: float, bind_host: str | None) -> Wor
 
     Args:
         place: what to join, and as what.
-        timeout_s: after which the attempt fails.
+        timeout_s: time after which the attempt fails.
         bind_host: the address of this host that gloo binds; None takes what the host name resolves to.
 
     Raises:
@@ -118,31 +118,31 @@ def connect(place: WorldSeat, *, timeout_s: float, bind_host: str | None) -> Wor
         _gate.install()
     attempt = FormingAttempt(place, time.monotonic() + timeout_s)
     # Before its thread starts: an interruption from now on must find the attempt.
-    formings.set_current_wait(attempt)
-    found: list[WorldConnection] = []
+    world_forming.set_current_wait(attempt)
+    connections: list[WorldConnection] = []
     thread = threading.Thread(
-        target=_form, args=(attempt, bind_host, found), name="resilient-jax-forming", daemon=True
+        target=_form, args=(attempt, bind_host, connections), name="resilient-jax-forming", daemon=True
     )
     thread.start()
     try:
-        in_time = attempt.settled.wait(timeout_s)
+        is_in_time = attempt.settled.wait(timeout_s)
         # `give_up` is false if the attempt has settled just now: then its result counts.
-        if not in_time and attempt.give_up():
-            formings.end_attempt(attempt)
-            raise formings.make_forming_error(attempt, attempt.stage, None)
+        if not is_in_time and attempt.give_up():
+            world_forming.end_attempt(attempt)
+            raise world_forming.make_forming_error(attempt, attempt.stage, None)
         if attempt.interrupted:
             raise FormingInterrupted(f"{attempt}: abandoned while {attempt.stage}")
         if attempt.error is not None:
-            raise formings.make_forming_error(attempt, attempt.stage, attempt.error) from attempt.error
+            raise world_forming.make_forming_error(attempt, attempt.stage, attempt.error) from attempt.error
     except (FormingInterrupted, FormingFailed):
-        formings.set_current_wait(None)
+        world_forming.set_current_wait(None)
         abandon_thread(thread)  # it may wait in C++ for some seconds more
         raise
-    (connection,) = found
+    (connection,) = connections
     client = jax_distributed.global_state.client
     host, _, port = place.address.rpartition(":")
     # The attempt is over: from now on what the guard has to end are waits for cliques.
-    formings.set_current_wait(
+    world_forming.set_current_wait(
         CliqueInterrupter(client, (host, int(port)), connection.gloo, attempt.listener_key)
     )
     if place.members:
@@ -151,7 +151,7 @@ def connect(place: WorldSeat, *, timeout_s: float, bind_host: str | None) -> Wor
     return connection
 
 
-def find_peer_listeners(members: Sequence[Seat], own: Seat, timeout_s: float) -> frozenset[Endpoint]:
+def read_peer_listeners(members: Sequence[Seat], own: Seat, timeout_s: float) -> frozenset[Endpoint]:
     """Return where gloo listens on the other members of the present world, some of which may have joined later.
 
     Raises:
@@ -187,9 +187,9 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
     `client.shutdown` wait.
 
     Args:
-        gloo: of the world.
-        is_backend_in_use: another thread still compiles for the world's devices, and then drops them. That thread keeps
-            the backend, so no traces are dropped to free it.
+        gloo: tells the world's connections from other sockets.
+        is_backend_in_use: whether another thread still compiles for the world's devices, and then drops them. That
+            thread keeps the backend, so no traces are dropped to free it.
     """
     backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
     clients = _clients.copy()
@@ -210,7 +210,7 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
     finally:
         left.set()
         aborter.join()
-        formings.set_current_wait(None)
+        world_forming.set_current_wait(None)
     return LeakCounts(backends=_alive(backends), clients=_alive(clients))
 
 
@@ -222,7 +222,7 @@ def _keep_aborting(gloo: GlooSockets, left: threading.Event) -> None:
     """Abort collectives until the backend is destroyed, which waits for its collectives in flight on every device."""
     while True:
         abort_collectives(gloo)
-        formings.interrupt_forming()
+        world_forming.interrupt_forming()
         if left.wait(ABORT_INTERVAL_S):
             return
 
@@ -241,10 +241,10 @@ def _forget() -> None:
     set_members(None)
 
 
-def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
+def _form(attempt: FormingAttempt, bind_host: str | None, connections: list[WorldConnection]) -> None:
     """Form the world, on a thread of its own, which may be abandoned at any line."""
     try:
-        _join(attempt, bind_host, found)
+        _join(attempt, bind_host, connections)
     except (JaxRuntimeError, RuntimeError, FormingInterrupted, ValueError, OSError) as error:
         # Without the traceback: its frames refer to the client, which must not outlive its world.
         attempt.settle(error.with_traceback(None))
@@ -252,14 +252,15 @@ def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
         attempt.client = None
 
 
-def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
-    client, reference = formings.new_client(
+def _join(attempt: FormingAttempt, bind_host: str | None, connections: list[WorldConnection]) -> None:
+    client, reference = world_forming.new_client(
         attempt.place.address, attempt.place.seat, math.ceil(attempt.remaining_s())
     )
     with attempt.lock:
         attempt.raise_if_interrupted()
         attempt.client = client
     client.connect()
+    # What ends the wait depends on the stage, so no wait begins before the stage is set.
     attempt.enter_stage(FormingStage.EXCHANGING_TOPOLOGY)
     # A single process uses XLA's own in-process collectives: no peer can die in them, and gloo between the devices of
     # one process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
@@ -268,7 +269,7 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
     # Overwritten where a process returns under its old seat, as on a GPU.
     client.key_value_set(attempt.listener_key, json.dumps(sorted(own)), True)
     # After publishing our own, or all processes would wait for each other.
-    peers = _peer_endpoints(attempt, client)
+    peers = _wait_for_peer_listeners(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
     gloo = GlooSockets(own_listeners=own, peer_listeners=peers)
     # All under one lock: an interruption either comes before and nothing is installed, or is too late and all of it is.
@@ -276,7 +277,7 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
         attempt.raise_if_interrupted()
         _install(attempt, client, backend)
         _clients.append(reference)
-        found.append(WorldConnection(place=attempt.place, gloo=gloo))
+        connections.append(WorldConnection(place=attempt.place, gloo=gloo))
         attempt.stage = FormingStage.FORMED
         attempt.settled.set()
 
@@ -287,12 +288,12 @@ def _make_collectives(
     """Return gloo and its listener: the one endpoint that this process began to listen on meanwhile."""
     opened: frozenset[Endpoint] = frozenset()
     for _ in range(MAX_LISTENER_ATTEMPTS):
-        before = find_listening_endpoints()
+        before = list_listening_endpoints()
         with lower_gloo_thread_priority():
             collectives = jaxlib_runtime.make_gloo_tcp_collectives(
                 distributed_client=client, hostname=bind_host
             )
-        opened = find_listening_endpoints() - before
+        opened = list_listening_endpoints() - before
         if len(opened) == 1:
             return collectives, opened
         del collectives  # another thread opened one, too, and gloo's cannot be distinguished: try again
@@ -301,7 +302,7 @@ def _make_collectives(
     )
 
 
-def _peer_endpoints(attempt: FormingAttempt, client: RuntimeClient) -> frozenset[Endpoint]:
+def _wait_for_peer_listeners(attempt: FormingAttempt, client: RuntimeClient) -> frozenset[Endpoint]:
     """Wait until every peer has published, so that no process exchanges topology before all are there.
 
     A process that takes a spare seat is told its peers by the generation that it becomes a member of.
@@ -320,6 +321,7 @@ def _parse_listeners(published: str) -> frozenset[Endpoint]:
 
 
 def _wait_for(attempt: FormingAttempt, client: RuntimeClient, key: str) -> str:
+    # In short waits, with a look in between: this wait is not one of those that an interruption ends in C++.
     while True:
         with attempt.lock:
             attempt.raise_if_interrupted()

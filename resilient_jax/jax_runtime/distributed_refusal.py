@@ -32,7 +32,7 @@ def check_not_initialized() -> None:
     """Check that JAX is not connected to other processes.
 
     Raises:
-        CallerError: it is: the script has called `jax.distributed.initialize`.
+        CallerError: the script has called `jax.distributed.initialize`.
     """
     if jax.distributed.is_initialized():
         raise CallerError(

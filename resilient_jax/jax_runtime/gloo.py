@@ -20,10 +20,10 @@ TCP_ESTABLISHED: Final = 1
 """The state of an open connection, the first byte of Linux's `struct tcp_info`."""
 
 GLOO_THREAD_NICENESS: Final = 5
-"""Of the thread with which gloo receives. As long as a peer's data has arrived for a collective that this process has
-not come to, that thread spins, and takes half of the core on which the process computes what the peers wait for. Tried
-with four hosts on two cores: a step took 8 % less, and the kernel's time of a small job halved. Less priority still, of
-10, 19 or SCHED_IDLE, delays what it receives on a busy machine."""
+"""Added to the niceness of the thread with which gloo receives. As long as a peer's data has arrived for a collective
+that this process has not come to, that thread spins, and takes half of the core on which the process computes what the
+peers wait for. Tried with four hosts on two cores: a step took 8 % less, and the kernel's time of a small job halved.
+Less priority still, of 10, 19 or SCHED_IDLE, delays what it receives on a busy machine."""
 
 
 @contextlib.contextmanager
@@ -54,42 +54,42 @@ class GlooSockets:
         return here in self.own_listeners or there in self.own_listeners | self.peer_listeners
 
 
-def find_listening_endpoints() -> frozenset[Endpoint]:
+def list_listening_endpoints() -> frozenset[Endpoint]:
     """Return the TCP endpoints that this process listens on now."""
-    found = set()
+    endpoints = set()
     for descriptor in list_socket_descriptors():
         with DuplicateSocket(descriptor) as copy:
             if copy is not None and is_listener(copy):
-                endpoint = find_local_endpoint(copy)
+                endpoint = get_local_endpoint(copy)
                 if endpoint is not None:
-                    found.add(endpoint)
-    return frozenset(found)
+                    endpoints.add(endpoint)
+    return frozenset(endpoints)
 
 
-def find_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
+def list_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
     """Return gloo's connections of this process."""
-    return _find_connections(gloo, lambda copy: True)
+    return _list_connections(gloo, lambda copy: True)
 
 
-def find_open_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
+def list_open_connections(gloo: GlooSockets) -> frozenset[GlooConnection]:
     """Return those of gloo's connections that neither side has closed: a process that dies closes its own."""
-    return _find_connections(
+    return _list_connections(
         gloo, lambda copy: copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED
     )
 
 
-def _find_connections(
+def _list_connections(
     gloo: GlooSockets, is_wanted: Callable[[socket.socket], bool]
 ) -> frozenset[GlooConnection]:
-    found = set()
+    connections = set()
     for descriptor in list_socket_descriptors():
         with DuplicateSocket(descriptor) as copy:
             if copy is None or is_listener(copy):
                 continue
-            here, there = find_local_endpoint(copy), find_remote_endpoint(copy)
+            here, there = get_local_endpoint(copy), get_remote_endpoint(copy)
             if here is not None and there is not None and gloo.includes(here, there) and is_wanted(copy):
-                found.add((here, there))
-    return frozenset(found)
+                connections.add((here, there))
+    return frozenset(connections)
 
 
 def list_descriptors() -> frozenset[str]:
@@ -141,7 +141,7 @@ def is_listener(endpoint: socket.socket) -> bool:
     return bool(endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def find_local_endpoint(connection: socket.socket) -> Endpoint | None:
+def get_local_endpoint(connection: socket.socket) -> Endpoint | None:
     """Return the socket's own end, None if it has none."""
     try:
         return normalize_endpoint(connection.getsockname())
@@ -149,7 +149,7 @@ def find_local_endpoint(connection: socket.socket) -> Endpoint | None:
         return None
 
 
-def find_remote_endpoint(connection: socket.socket) -> Endpoint | None:
+def get_remote_endpoint(connection: socket.socket) -> Endpoint | None:
     """Return the socket's other end, None if it is not connected."""
     try:
         return normalize_endpoint(connection.getpeername())

@@ -27,7 +27,7 @@ from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClien
 from resilient_jax.jax_runtime.world_forming import WorldSeat
 
 END_TIMEOUT_S: Final = 5.0
-"""Until the threads that still wait are left to themselves. Measured: they end within 20 ms."""
+"""Time after which threads that still wait are left to themselves. Measured: they end within 20 ms."""
 SHUT_INTERVAL_S: Final = 0.02
 
 
@@ -61,9 +61,9 @@ def meet_members(place: WorldSeat, members: Sequence[Seat], timeout_s: float) ->
     Costs 1 to 4 ms once the last one calls.
 
     Args:
-        place: of this process, in the world that it is connected to.
+        place: where this process is in the world that it is connected to.
         members: the seats of the generation; all of their processes make the same call.
-        timeout_s: after which the call fails.
+        timeout_s: time after which the call fails.
 
     Raises:
         FormingInterrupted: `interrupt_meeting` was called.
@@ -75,12 +75,14 @@ def meet_members(place: WorldSeat, members: Sequence[Seat], timeout_s: float) ->
     thread = threading.Thread(
         target=meeting.run, args=(client, members), name="resilient-jax-live-nodes", daemon=True
     )
+    # Before the thread starts: an interruption from now on must find the meeting.
     with _lock:
         _current = meeting
     thread.start()
     is_settled = meeting.settled.wait(timeout_s)
     with _lock:
         _current = None
+        # It may wait in C++ as long as this world lives: `end_waiting_threads` ends it before the world is left.
         if thread.is_alive():
             _waiting[:] = [*(t for t in _waiting if t.is_alive()), thread]
             abandon_thread(thread)

@@ -25,7 +25,7 @@ _own_process_index: Final = BackendClass.process_index
 _own_process_index_of_device: Final = DeviceClass.process_index
 
 _indexes: dict[int, int] | None = None
-"""By seat; replaced as a whole, so that every thread reads a consistent one."""
+"""Process indexes of the members by their seats. It is replaced as a whole, so every thread reads a consistent one."""
 
 
 def set_members(seats: Sequence[Seat] | None) -> None:
@@ -33,11 +33,12 @@ def set_members(seats: Sequence[Seat] | None) -> None:
     global _indexes
     _install()
     _indexes = None if seats is None else {seat: index for index, seat in enumerate(seats)}
+    # JAX caches what these two say.
     for name in ("process_count", "local_devices"):
         getattr(xla_bridge, name).cache_clear()
 
 
-def find_seat(device: Device) -> Seat:
+def get_seat(device: Device) -> Seat:
     """Return the seat of the process that has a device, whoever the members are."""
     return Seat(_own_process_index_of_device.__get__(device))
 
@@ -58,26 +59,26 @@ def list_spare_devices() -> list[Device]:
 def _install() -> None:
     BackendClass.devices = _list_devices
     BackendClass.device_count = _count_devices
-    BackendClass.process_index = _find_process_index
-    DeviceClass.process_index = property(_find_process_index_of_device)
+    BackendClass.process_index = _get_process_index
+    DeviceClass.process_index = property(_get_process_index_of_device)
 
 
 def _list_devices(backend: Backend) -> list[Device]:
-    found, indexes = _own_devices(backend), _indexes
+    devices, indexes = _own_devices(backend), _indexes
     if indexes is None:
-        return found
-    return [device for device in found if _own_process_index_of_device.__get__(device) in indexes]
+        return devices
+    return [device for device in devices if _own_process_index_of_device.__get__(device) in indexes]
 
 
 def _count_devices(backend: Backend) -> int:
     return len(_list_devices(backend))
 
 
-def _find_process_index(backend: Backend) -> int:
+def _get_process_index(backend: Backend) -> int:
     return _to_index(_own_process_index(backend))
 
 
-def _find_process_index_of_device(device: Device) -> int:
+def _get_process_index_of_device(device: Device) -> int:
     return _to_index(_own_process_index_of_device.__get__(device))
 
 

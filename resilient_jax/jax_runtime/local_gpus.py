@@ -20,9 +20,9 @@ def list_gpu_shares(gpus: Sequence[str], num_hosts: int, gpus_per_host: int) -> 
     [('0',), ('0',), ('0',)]
 
     Args:
-        gpus: of this machine, as `CUDA_VISIBLE_DEVICES` names them.
-        num_hosts: that run on it.
-        gpus_per_host: of each; a host's own GPUs are different ones.
+        gpus: all that the machine has, as `CUDA_VISIBLE_DEVICES` names them.
+        num_hosts: how many hosts run on the machine.
+        gpus_per_host: how many each of them gets; a host's own GPUs are different ones.
 
     Raises:
         ValueError: the machine has fewer GPUs than one host needs.
@@ -48,14 +48,14 @@ def make_gpu_share_environment(
     """Return the variables that give a host its GPUs, to be added to `base`.
 
     Args:
-        host: its name, different for each host of the machine.
+        host: a name that no other host of the machine has.
         shares: the GPUs of each host, by `list_gpu_shares`.
-        index: of the host in `shares`.
+        index: position of the host in `shares`.
         base: what the user has set; it takes precedence, except for the GPUs themselves.
         is_on_loopback: whether hosts reach each other on the loopback device, which NCCL takes only if told; in network
             namespaces of their own they do not.
     """
-    found = {VISIBLE_GPUS: ",".join(shares[index])}
+    variables = {VISIBLE_GPUS: ",".join(shares[index])}
     if has_shared_gpus(shares):
         wanted = {
             "NCCL_HOSTID": f"resilient-jax-{host}",
@@ -64,8 +64,8 @@ def make_gpu_share_environment(
             # By default the first process takes three quarters of the memory.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
-        found |= {name: value for name, value in wanted.items() if name not in base}
-    return found
+        variables |= {name: value for name, value in wanted.items() if name not in base}
+    return variables
 
 
 def has_shared_gpus(shares: Sequence[Sequence[str]]) -> bool:

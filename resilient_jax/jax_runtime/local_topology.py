@@ -35,18 +35,18 @@ def copy_local_topology(encoded: bytes, seat: Seat) -> bytes:
 
     Args:
         encoded: a `LocalTopologyProto`, as a process of the world published it.
-        seat: whose topology to make.
+        seat: the one whose devices the copy describes.
 
     Raises:
         ValueError: `encoded` is no such message.
     """
-    found: list[Field] = [(NODE_ID, VARINT, seat)]
+    fields: list[Field] = [(NODE_ID, VARINT, seat)]
     for number, wire_type, value in _parse(encoded):
         if number == DEVICES and isinstance(value, bytes):
-            found.append((number, wire_type, _copy_device(value, seat)))
+            fields.append((number, wire_type, _copy_device(value, seat)))
         elif number != NODE_ID:
-            found.append((number, wire_type, value))
-    return _encode(found)
+            fields.append((number, wire_type, value))
+    return _encode(fields)
 
 
 def _copy_device(encoded: bytes, seat: Seat) -> bytes:
@@ -56,15 +56,15 @@ def _copy_device(encoded: bytes, seat: Seat) -> bytes:
     before = next((value for number, _, value in fields if number == GLOBAL_DEVICE_ID), 0)
     assert isinstance(ordinal, int)
     device_id = seat * DEVICE_IDS_PER_PROCESS + ordinal
-    found: list[Field] = [(GLOBAL_DEVICE_ID, VARINT, device_id)]
+    copied: list[Field] = [(GLOBAL_DEVICE_ID, VARINT, device_id)]
     for number, wire_type, value in fields:
         if number in STRINGS_WITH_ID and isinstance(value, bytes):
-            found.append(
+            copied.append(
                 (number, wire_type, value.replace(f"id={before}".encode(), f"id={device_id}".encode()))
             )
         elif number != GLOBAL_DEVICE_ID:
-            found.append((number, wire_type, value))
-    return _encode(found)
+            copied.append((number, wire_type, value))
+    return _encode(copied)
 
 
 def _parse(encoded: bytes) -> Iterator[Field]:

@@ -45,11 +45,11 @@ EXPECTED_PARAMETERS: Final = (
     "propagated_out_mem_kinds",
     "lowering_parameters",
 )
-"""Of the function of JAX that is replaced: with one more, a key might not tell two modules apart."""
+"""Parameters of the function of JAX that is replaced: with one more, a key might not tell two modules apart."""
 OUT_AVALS: Final = "out_avals"
-"""Its parameter since jax 0.12.0.1, where a jaxpr has no constants."""
+"""A parameter that this function has since jax 0.12.0.1, where a jaxpr has no constants."""
 MAX_MODULES: Final = 8
-"""Of one trace: it is lowered again for other shardings, such as those of the sizes of a shrinking world."""
+"""Modules kept of one trace: it is lowered again for other shardings, as a shrinking world of each size has them."""
 
 
 class LoweringCache:
@@ -65,7 +65,7 @@ class LoweringCache:
         self._modules: weakref.WeakKeyDictionary[Untyped, dict[Hashable, Untyped]] = (
             weakref.WeakKeyDictionary()
         )
-        """By trace; an entry goes with it. Guarded by the lock."""
+        """Lowered modules by trace and key. Entries go with their trace. Guarded by the lock."""
 
     def __call__(self, module_name: str, jaxpr: Untyped, **arguments: Untyped) -> Untyped:
         """Return what JAX's function returns."""

@@ -23,15 +23,15 @@ from resilient_jax.jax_runtime.world_forming import CPU_LOCAL_TOPOLOGY_KEY, new_
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 3600
-"""Of stand-ins: longer than any world takes to form; an abandoned service is ended before."""
+"""Time that stand-ins wait: longer than any world takes to form; an abandoned service is ended before."""
 
 
 class SpareSeats:
     """Stand-ins for seats of the service at `address`.
 
     Args:
-        address: of the service, which runs in this process.
-        seats: that no process takes when the world is formed.
+        address: where the service, which runs in this process, is reached.
+        seats: the ones that no process takes when the world is formed.
     """
 
     def __init__(self, address: str, seats: Sequence[int]) -> None:
@@ -53,10 +53,12 @@ class SpareSeats:
             thread.join()
         try:
             # Seat 0 is taken by one of the processes that form the world.
-            found = clients[0].blocking_key_value_get_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/0", TIMEOUT_S * 1000)
+            topology = clients[0].blocking_key_value_get_bytes(
+                f"{CPU_LOCAL_TOPOLOGY_KEY}/0", TIMEOUT_S * 1000
+            )
             for seat in self._seats:
                 clients[0].key_value_set_bytes(
-                    f"{CPU_LOCAL_TOPOLOGY_KEY}/{seat}", copy_local_topology(found, seat), True
+                    f"{CPU_LOCAL_TOPOLOGY_KEY}/{seat}", copy_local_topology(topology, seat), True
                 )
         except (JaxRuntimeError, ValueError) as error:
             # The forming was given up: its members have made the topology unreadable, and will not wait for it.

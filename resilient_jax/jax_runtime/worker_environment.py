@@ -66,14 +66,15 @@ def make_worker_environment(
     preemption service (which swallows SIGTERM) switched off.
 
     Args:
-        platform: of the worker's devices; None leaves the choice to JAX.
+        platform: what kind of devices the worker gets; None leaves the choice to JAX.
         devices_per_host: number of CPU devices to make, even if `XLA_FLAGS` has another; on GPU the number of visible
             devices; None for all.
         cache_dir: the persistent compilation cache; None for no cache.
-        collective_timeout_s: of a collective between CPUs; on GPU a program that takes twice as long ends its process.
+        collective_timeout_s: time after which a collective between CPUs fails; on GPU a program that takes twice as
+            long ends its process.
         base: the environment that the worker inherits; read, not changed.
-        own_addresses: of the worker's host beside loopback, where JAX's coordination client connects; never through a
-            proxy.
+        own_addresses: where the worker's host is reached, beside loopback: JAX's coordination client connects there,
+            and never through a proxy.
 
     Returns:
         Only what differs from `base`.
@@ -86,7 +87,7 @@ def make_worker_environment(
     """
     theirs = base.get("XLA_FLAGS", "")
     flags = {"--xla_cpu_collective_timeout_seconds": str(math.ceil(collective_timeout_s))}
-    found: dict[str, str] = {
+    variables: dict[str, str] = {
         "JAX_ENABLE_RECOVERABILITY": "true",
         "JAX_ENABLE_PREEMPTION_SERVICE": "false",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
@@ -94,22 +95,22 @@ def make_worker_environment(
     if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in base:
         # Two programs in flight may enter a clique of several local devices in different orders, and then wait
         # for each other forever (seen: after some hundred steps of one host with two devices).
-        found["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
+        variables["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
     if platform != "gpu" and MALLOC_TUNABLES not in base:
-        found[MALLOC_TUNABLES] = HUGE_PAGES
+        variables[MALLOC_TUNABLES] = HUGE_PAGES
     if platform == "cpu":
-        found["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_PLATFORMS"] = "cpu"
         if devices_per_host is not None:
             theirs = set_device_count(theirs, devices_per_host)
     elif platform == "gpu":
         flags |= GPU_XLA_FLAGS
         flags[EXECUTION_TIMEOUT_FLAG] = f"{math.ceil(EXECUTION_TIMEOUT_FACTOR * collective_timeout_s)}s"
-        found |= {name: value for name, value in GPU_ENVIRONMENT.items() if name not in base}
-        found["JAX_PLATFORMS"] = base.get("JAX_PLATFORMS", "cuda,cpu")
+        variables |= {name: value for name, value in GPU_ENVIRONMENT.items() if name not in base}
+        variables["JAX_PLATFORMS"] = base.get("JAX_PLATFORMS", "cuda,cpu")
         if devices_per_host is not None and "CUDA_VISIBLE_DEVICES" not in base:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices_per_host)))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices_per_host)))
     if cache_dir is not None:
-        found |= {
+        variables |= {
             "JAX_COMPILATION_CACHE_DIR": base.get("JAX_COMPILATION_CACHE_DIR", cache_dir),
             # Every program, however small: after a re-form each one that is missing is compiled within the stall.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -118,11 +119,11 @@ def make_worker_environment(
     if any(base.get(name) for name in PROXY_VARIABLES):
         excepted = next((value for name in UNPROXIED_VARIABLES if (value := base.get(name))), "")
         words = [*filter(None, excepted.split(",")), LOOPBACK_NETWORK, *own_addresses]
-        found[UNPROXIED_VARIABLES[0]] = ",".join(dict.fromkeys(words))
+        variables[UNPROXIED_VARIABLES[0]] = ",".join(dict.fromkeys(words))
     merged = merge_xla_flags(flags, theirs)
     if merged:
-        found["XLA_FLAGS"] = merged
-    return {name: value for name, value in found.items() if base.get(name) != value}
+        variables["XLA_FLAGS"] = merged
+    return {name: value for name, value in variables.items() if base.get(name) != value}
 
 
 def has_device_count(environment: Mapping[str, str]) -> bool:
@@ -136,8 +137,8 @@ def count_cpu_devices(environment: Mapping[str, str]) -> int:
     >>> count_cpu_devices({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}), count_cpu_devices({})
     (4, 1)
     """
-    found = _DEVICE_COUNT.search(environment.get("XLA_FLAGS", ""))
-    number = found.group().strip().partition("=")[2] if found is not None else ""
+    flag = _DEVICE_COUNT.search(environment.get("XLA_FLAGS", ""))
+    number = flag.group().strip().partition("=")[2] if flag is not None else ""
     return int(number) if number.isdecimal() else 1
 
 

@@ -41,7 +41,7 @@ HEARTBEAT_TIMEOUT_S: Final = 86400
 """A day: JAX's own failure detector kills the process when it fires, so the agents' detector decides instead."""
 SHUTDOWN_TIMEOUT_S: Final = 5
 STAND_IN_TIMEOUT_S: Final = 1
-"""Of the client that replaces ours at the service; it ends 5 s later than this (the coordination agent's grace)."""
+"""Time to register for the client that replaces ours; it ends 5 s later than this (the coordination agent's grace)."""
 CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
 CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
 GLOO_LISTENERS_KEY: Final = "resilient_jax/gloo"
@@ -65,9 +65,9 @@ class WorldSeat:
     """The seat that a process takes in a world.
 
     Attributes:
-        address: of the coordination service, or of the relay in front of it.
-        seat: of this process.
-        num_seats: of the world; the service was started with the same number.
+        address: where the coordination service is reached, or the relay in front of it.
+        seat: number of this process in the world, from 0.
+        num_seats: all that the world has; the service was started with the same number.
         members: the seats of the processes that form the world together with this one. Empty: the world has been
             formed, and this process takes a spare seat.
     """
@@ -120,6 +120,8 @@ class FormingAttempt:
 
     def give_up(self) -> bool:
         """Release the caller of `connect`; return False if it has been released already."""
+        # Under the lock an attempt either settles or is abandoned. One that was abandoned installs nothing afterwards,
+        # since the forming thread looks under the same lock: see `distributed._join`.
         with self.lock:
             if self.settled.is_set():
                 return False
@@ -142,11 +144,11 @@ _current: FormingAttempt | CliqueInterrupter | None = None
 _current_lock = threading.Lock()  # guards _current, also while the waits for cliques are being ended
 
 
-def set_current_wait(forming: FormingAttempt | CliqueInterrupter | None) -> None:
+def set_current_wait(current_wait: FormingAttempt | CliqueInterrupter | None) -> None:
     """Set what `interrupt_forming` ends: an attempt, or the waits for cliques of a world."""
     global _current
     with _current_lock:
-        _current = forming
+        _current = current_wait
 
 
 def interrupt_forming() -> bool:
@@ -187,37 +189,39 @@ def is_detached() -> bool:
         return isinstance(_current, CliqueInterrupter) and _current.is_detached
 
 
-def end_attempt(forming: FormingAttempt) -> None:
+def end_attempt(attempt: FormingAttempt) -> None:
     """End the C++ wait of an abandoned attempt as far as possible, without blocking."""
-    threading.Thread(target=_release, args=(forming,), name="resilient-jax-end-forming", daemon=True).start()
+    # On a thread: what ends the wait asks the service, which may be dead.
+    threading.Thread(target=_release, args=(attempt,), name="resilient-jax-end-forming", daemon=True).start()
 
 
-def _release(forming: FormingAttempt) -> None:
-    with forming.lock:
-        stage = forming.stage
+def _release(attempt: FormingAttempt) -> None:
+    with attempt.lock:
+        stage = attempt.stage
     try:
         match stage:
             case FormingStage.REGISTERING:
-                stand_in, _ = new_client(forming.place.address, forming.place.seat, STAND_IN_TIMEOUT_S)
+                # The service takes this for a restart of our process, and refuses the first client.
+                stand_in, _ = new_client(attempt.place.address, attempt.place.seat, STAND_IN_TIMEOUT_S)
                 stand_in.connect()
             case FormingStage.EXCHANGING_TOPOLOGY:
-                _break_topology_exchange(forming)
+                _break_topology_exchange(attempt)
             case FormingStage.FORMED:
                 pass
             case _:
                 assert_never(stage)
     except (JaxRuntimeError, RuntimeError) as error:
-        logger.debug("ending %s: %s", forming, error)
+        logger.debug("ending %s: %s", attempt, error)
 
 
-def _break_topology_exchange(forming: FormingAttempt) -> None:
-    client = forming.client
+def _break_topology_exchange(attempt: FormingAttempt) -> None:
+    client = attempt.client
     # Of a world that has been formed the topology is there: nothing waits for it, and later processes read it.
-    if client is None or not forming.place.members or not is_service_alive(client, forming.listener_key):
+    if client is None or not attempt.place.members or not is_service_alive(client, attempt.listener_key):
         return
     # For this key all processes but 0 wait, for those below process 0; True overwrites what a peer has published.
     client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE_VALUE, True)
-    for seat in range(forming.place.num_seats):
+    for seat in range(attempt.place.num_seats):
         client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{seat}", UNREADABLE_VALUE, True)
 
 
@@ -234,9 +238,9 @@ def new_client(
     polling thread nothing catches it: losing the service stays fatal either way.)
 
     Args:
-        address: of the coordination service, or of the relay in front of it.
-        seat: to register under.
-        init_timeout_s: of `connect`.
+        address: where the coordination service is reached, or the relay in front of it.
+        seat: the one to register under.
+        init_timeout_s: time after which the client's `connect` fails.
         tells_service: whether `shutdown` tells the service that the process of this seat is gone.
     """
 
@@ -258,11 +262,11 @@ def new_client(
 
 
 def make_forming_error(
-    forming: FormingAttempt, stage: FormingStage, error: BaseException | None
+    attempt: FormingAttempt, stage: FormingStage, error: BaseException | None
 ) -> FormingFailed:
     """Return the error for an attempt that failed."""
     reason = "not all processes came in time" if error is None else f"{type(error).__name__}: {error}"
     return FormingFailed(
-        f"{forming}: {reason} (while {stage}); expected all {len(forming.place.members) or 'other'} processes of this "
+        f"{attempt}: {reason} (while {stage}); expected all {len(attempt.place.members) or 'other'} processes of this "
         "world before the deadline. Join the next world."
     )

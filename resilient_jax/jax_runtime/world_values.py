@@ -23,10 +23,10 @@ def read_values(directory: str) -> dict[str, str]:
     if client is None:
         return {}
     try:
-        found = client.key_value_dir_get(directory)
+        published = client.key_value_dir_get(directory)
     except JaxRuntimeError:
         return {}
-    return {key.rpartition("/")[2]: text for key, text in found}
+    return {key.rpartition("/")[2]: text for key, text in published}
 
 
 def try_read_values(directory: str, timeout_s: float) -> dict[str, str]:
@@ -34,13 +34,13 @@ def try_read_values(directory: str, timeout_s: float) -> dict[str, str]:
 
     The call is made on a thread of its own: one to a service that is dead does not return.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     thread = threading.Thread(
-        target=lambda: found.update(read_values(directory)), name="rj-read", daemon=True
+        target=lambda: values.update(read_values(directory)), name="rj-read", daemon=True
     )
     thread.start()
     thread.join(timeout_s)
-    return {} if thread.is_alive() else found
+    return {} if thread.is_alive() else values
 
 
 def _set(client: RuntimeClient, key: str, text: str) -> None:

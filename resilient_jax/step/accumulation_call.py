@@ -27,11 +27,10 @@ class AccumulationCall:
     """One call of `World.accumulate_microbatches`.
 
     Attributes:
-        devices: of the live hosts.
-        spare_devices: of the seats that no host has; see `list_likely_worlds`.
-        process_index: of this host.
+        devices: all devices of the live hosts.
+        spare_devices: all devices of the seats that no host has; see `list_likely_worlds`.
+        process_index: position of this host among the live ones.
         spec: what was accumulated.
-        replica_shape: of the replicas.
         like: shapes and dtypes of the total.
         lone_microbatch: shapes, dtypes and shardings of a microbatch, where this host has added none to another; else
             None.
@@ -49,7 +48,8 @@ class AccumulationCall:
         """Yield the jobs for the worlds that are likely next, the likeliest first."""
         worlds = list_likely_worlds(self.devices, self.spare_devices, self.process_index)
         for number, devices in enumerate(worlds):
-            # Here, and not on the thread that compiles: the members may change while it does.
+            # Here, and not on the thread that compiles: the members may change while it does, and with them what JAX
+            # says of processes.
             grid = HostGrid(devices, self.process_index)
             if grid.num_hosts > 1:
                 yield CompilationJob(
@@ -87,6 +87,6 @@ class AccumulationCall:
         return True
 
     def _compile_totals(self, check: CancellationCheck) -> bool:
-        """Compile what adds a microbatch to another: among fewer hosts this host computes more of them."""
+        """Compile what adds a microbatch to another: among fewer hosts each computes more than one."""
         compile_totals(self.spec, self.lone_microbatch, check)
         return True

@@ -24,9 +24,9 @@ from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.microbatch_program import COMPARED_PROGRAMS
 
 TEXT_BYTES: Final = 2**16
-"""Of a description that is sent; a longer one is cut off."""
+"""Length of a description that is sent; a longer one is cut off."""
 MAX_NAMED: Final = 3
-"""Differences that are named."""
+"""Differences that a message names; it gives the number of all others."""
 
 
 class AccumulationDigests(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +41,7 @@ class Differing:
     """Hosts that accumulate something else than the others.
 
     Attributes:
-        hosts: their indexes; all hosts if there is no majority.
+        hosts: indexes of these hosts; all hosts if there is no majority.
         has_majority: whether most hosts agree.
         why: what differs, with both values.
     """
@@ -71,9 +71,9 @@ def find_differing_hosts(
     """Return which hosts accumulate something else; None: none does. For all hosts at once.
 
     Args:
-        lines: of this host, as `describe_accumulation` returns them.
-        programs: of this host, by `COMPARED_PROGRAMS`; others are not compared.
-        exchange: between all hosts.
+        lines: what this host accumulates, as `describe_accumulation` says it.
+        programs: what is known of this host's programs, by `COMPARED_PROGRAMS`; unknown ones are not compared.
+        exchange: what all hosts take part in.
     """
     own = AccumulationDigests(
         accumulation=_read_digest(hashlib.sha256("\n".join(lines).encode()).digest()),
@@ -82,13 +82,14 @@ def find_differing_hosts(
             for name in COMPARED_PROGRAMS
         ),
     )
-    found = exchange.gather(own)
+    told = exchange.gather(own)
     compare = functools.partial(_compare_descriptions, exchange=exchange)
-    differing = compare(lines, [one.accumulation for one in found])
+    # The accumulation first: hosts that add up unlike things have unlike programs, too, which would explain less.
+    differing = compare(lines, [digests.accumulation for digests in told])
     if differing is not None:
         return differing
     for number, name in enumerate(COMPARED_PROGRAMS):
-        digests = [one.programs[number] for one in found]
+        digests = [digests.programs[number] for digests in told]
         differing = compare(list(programs[name].lines) if name in programs else [], digests)
         if differing is not None:
             return dataclasses.replace(differing, why=f"of the program of {name}, {differing.why}")
@@ -110,8 +111,9 @@ def _compare_descriptions(
     expected = next((host for host in compared if host not in differing), differing[0])
     odd = next(host for host in differing if digests[host] != digests[expected])
     text = "\n".join(lines).encode()[:TEXT_BYTES]
-    told = exchange.gather(text, speakers=(odd, expected), room_bytes=TEXT_BYTES + MAX_INTEGER_BYTES)
-    odd_lines, expected_lines = (one.decode(errors="replace").splitlines() for one in told)
+    # Two texts, however many hosts differ: an exchange has room for every speaker on every host.
+    texts = exchange.gather(text, speakers=(odd, expected), room_bytes=TEXT_BYTES + MAX_INTEGER_BYTES)
+    odd_lines, expected_lines = (text.decode(errors="replace").splitlines() for text in texts)
     return Differing(
         hosts=tuple(differing),
         has_majority=has_majority,

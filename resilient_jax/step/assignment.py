@@ -39,11 +39,11 @@ class AccumulationSpec:
     """What is accumulated. Totals of one specification are invalid for any other.
 
     Attributes:
-        name: of the accumulation within the step.
-        step: of the state that the gradients are taken at.
-        num_microbatches: of the step.
-        reduction: how they are added up.
-        balance_by_speed: whether they are assigned by measured speed.
+        name: what distinguishes it from the step's other accumulations.
+        step: number of the step, and so of the state that the gradients are taken at.
+        num_microbatches: the constant number in each step, whichever hosts are alive.
+        reduction: how the totals of microbatches are added up.
+        balance_by_speed: whether microbatches are assigned by measured speed.
     """
 
     name: str
@@ -110,22 +110,22 @@ class ReplicaShape:
         """
         if not self.axes_by_devices:
             return self
-        found = dict(self.axes_by_devices)
-        axes = found.get(num_devices, ())
+        by_devices = dict(self.axes_by_devices)
+        axes = by_devices.get(num_devices, ())
         if not 0 < math.prod(size for _, size in axes) <= num_devices or not axes:
             raise CallerError(
-                f"replicas: found a host of {num_devices} devices, and axes_by_devices {found}, expected axes for that "
-                f"number which multiply to it at most. {AFTER_LOSS}"
+                f"replicas: found a host of {num_devices} devices, and axes_by_devices {by_devices}, expected axes for "
+                f"that number which multiply to it at most. {AFTER_LOSS}"
             )
         return ReplicaShape(per_host="devices", axes=axes)
 
-    def find_devices_per_host(self, device_counts: Sequence[int]) -> int:
+    def count_devices_per_host(self, device_counts: Sequence[int]) -> int:
         """Return how many devices of a host a replica has, where the host has enough.
 
         All hosts find the same number, so that replicas on hosts with other numbers of devices are alike.
 
         Args:
-            device_counts: of the live hosts.
+            device_counts: the number of devices of each live host.
 
         Raises:
             CallerError: no host has enough devices, or those of the host that has most cannot be divided evenly.
@@ -133,12 +133,13 @@ class ReplicaShape:
         most = max(device_counts)
         if not self.axes:
             count = most if self.per_host == "devices" else self.per_host
-            # With replicas that span hosts each gives as many devices: those of the host that has fewest.
+            # The hosts of a replica that spans several give equally many: as many as the host with the fewest has.
             return min(device_counts) if self.hosts > 1 else self._divide(most, count)
         width, rest = divmod(math.prod(size for _, size in self.axes), self.hosts)
-        # More than one replica's devices too many: the shape was meant for other hosts.
         most_used = width * (most if self.per_host == "devices" else self.per_host)
+        # If the devices of a whole replica would stay unused, the shape was meant for other hosts.
         if rest or most < width or most - most_used >= width:
+            # One of the two raises: the axes do not multiply to the devices, or a host has too few or too many.
             self.mesh_axes(most * self.hosts)
             self._divide(most, most + 1)
         return width
@@ -152,13 +153,13 @@ class ReplicaShape:
         return num_devices // count
 
     def divide_host(self, num_devices: int, width: int) -> tuple[int, int]:
-        """Return how many replicas a host has that spans none, and the devices of each.
+        """Return how many replicas a host has if none spans hosts, and the devices of each.
 
         A host with too few devices for one replica has one of all its devices, or none if `axes` are given.
 
         Args:
-            num_devices: of the host.
-            width: see `find_devices_per_host`.
+            num_devices: all that the host has.
+            width: what `count_devices_per_host` returns.
         """
         if num_devices < width and not self.axes:
             return 1, num_devices
@@ -166,14 +167,14 @@ class ReplicaShape:
         return count if self.per_host == "devices" else min(count, self.per_host), width
 
     def count_devices(self, num_devices: int, device_counts: Sequence[int]) -> int:
-        """Return how many devices a replica has of which a host with `num_devices` is, or the only, host.
+        """Return how many devices a replica has in all, if a host with `num_devices` is one of its hosts.
 
         Raises:
-            CallerError: see `find_devices_per_host`.
+            CallerError: see `count_devices_per_host`.
         """
         if self.axes_by_devices:
             return self.for_host(num_devices).count_devices(num_devices, [num_devices])
-        width = self.find_devices_per_host(device_counts)
+        width = self.count_devices_per_host(device_counts)
         return self.hosts * (width if self.hosts > 1 else self.divide_host(num_devices, width)[1])
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
@@ -223,10 +224,10 @@ class ReplicaLocation:
     """Where a replica is.
 
     Attributes:
-        host_indexes: of its hosts among the live ones.
-        slot: which of its host's replicas it is.
-        devices: that it has on each of its hosts.
-        axes: of its mesh, where hosts differ in axes; else ().
+        host_indexes: positions of its hosts among the live ones. The first one brings the replica's total into the sum.
+        slot: number of the replica among those of its host; 0 if it spans several.
+        devices: how many it has on each of its hosts.
+        axes: names and sizes of its mesh's axes, where hosts differ in axes; else ().
     """
 
     host_indexes: tuple[int, ...]
@@ -251,16 +252,16 @@ def locate_replicas(
     hosts may be left over.
 
     Args:
-        seats: of the live hosts, ascending; after a change in place they have gaps.
-        shape: of a replica.
-        device_counts: of each live host, in the same order.
+        seats: where the live hosts are in the world, ascending; after a change in place there are gaps.
+        shape: what each replica spans.
+        device_counts: number of devices of each live host, in the same order.
 
     Raises:
         CallerError: not enough hosts, or devices, for a single replica.
     """
     if shape.axes_by_devices:
         return tuple(_locate_by_devices(shape, device_counts))
-    width = shape.find_devices_per_host(device_counts)
+    width = shape.count_devices_per_host(device_counts)
     if shape.hosts == 1:
         divided = [shape.divide_host(num_devices, width) for num_devices in device_counts]
         return tuple(
@@ -288,10 +289,10 @@ def locate_replicas(
 def _locate_by_devices(shape: ReplicaShape, device_counts: Sequence[int]) -> Iterator[ReplicaLocation]:
     """Yield the replicas of hosts that differ in axes, host by host."""
     for host, num_devices in enumerate(device_counts):
-        own = shape.for_host(num_devices)
-        count, width = own.divide_host(num_devices, math.prod(size for _, size in own.axes))
+        host_shape = shape.for_host(num_devices)
+        count, width = host_shape.divide_host(num_devices, math.prod(size for _, size in host_shape.axes))
         for slot in range(count):
-            yield ReplicaLocation((host,), slot, width, own.axes)
+            yield ReplicaLocation((host,), slot, width, host_shape.axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,9 +300,9 @@ class Assignment:
     """Which replica computes which microbatches.
 
     Attributes:
-        locations: of the replicas.
-        by_replica: the indexes of the microbatches that each replica computes.
-        owners: of each microbatch, the index of the host whose total has it.
+        locations: where each replica is, by its number.
+        by_replica: the indexes of the microbatches that each replica computes, ascending: a run of the missing ones.
+        owners: index of the host whose total has it, for each microbatch.
     """
 
     locations: tuple[ReplicaLocation, ...]
@@ -314,13 +315,15 @@ def assign_microbatches(
 ) -> Assignment:
     """Leave each microbatch with the host that has it, and assign all others by speed.
 
+    A function of what all hosts have alike: each of them calls it and gets the same assignment, without a message.
+
     Args:
-        locations: of the replicas.
         claims: bool[hosts, microbatches], which microbatches are in the total of each host; at most one host has one.
         speeds: float[hosts], in any unit.
     """
     num_microbatches = claims.shape[1]
     owners = {int(index): int(host) for host, index in np.argwhere(claims)}
+    # What was computed stays where it is: a total cannot be taken apart.
     missing = [index for index in range(num_microbatches) if index not in owners]
     by_replica = distribute_microbatches(missing, replica_speeds(locations, speeds))
     for location, indexes in zip(locations, by_replica, strict=True):

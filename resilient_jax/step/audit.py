@@ -20,7 +20,7 @@ from typing import Final
 from resilient_jax.step.assignment import AccumulationSpec, Assignment, MeshAxes, ReplicaLocation
 
 Digest = tuple[int, ...]
-"""Of what was computed of a microbatch."""
+"""What identifies the result of a microbatch, to the last bit."""
 MIN_HOSTS_TO_SETTLE: Final = 3
 
 
@@ -29,10 +29,10 @@ class Audit:
     """A microbatch that two replicas compute.
 
     Attributes:
-        microbatch: its index.
-        owner: the replica whose total has it.
-        auditor: a replica on another host, which computes it for comparison.
-        referee: a replica on a third host, which computes it if the two differ; None: there are two hosts.
+        microbatch: position of the microbatch in the step.
+        owner: number of the replica whose total has it.
+        auditor: number of a replica on another host, which computes it for comparison.
+        referee: number of a replica on a third host, which computes it if the two differ; None: there are two hosts.
     """
 
     microbatch: int
@@ -53,7 +53,7 @@ class AuditEvidence:
     """The digests of a microbatch that two replicas computed differently, and then again.
 
     Attributes:
-        referee: of the third host; None: there is none.
+        referee: what the third host has computed; None: there is no third host.
     """
 
     owner: Digest
@@ -77,9 +77,8 @@ def draw_audits(spec: AccumulationSpec, assignment: Assignment, share: float) ->
     """Return the audits of an accumulation.
 
     Args:
-        spec: of the accumulation.
-        assignment: of the microbatches that are computed now.
-        share: of all microbatches, from 0 to 1, that is audited.
+        assignment: which replica computes which microbatches now: those that no host had before.
+        share: part of all microbatches that is audited, from 0 to 1.
 
     Returns:
         At most one for each microbatch. None of a host whose replicas have other numbers of devices, or other axes,
@@ -107,7 +106,7 @@ def draw_audits(spec: AccumulationSpec, assignment: Assignment, share: float) ->
 
 
 Slots = dict[int, tuple[int, ...]]
-"""By host, the numbers of its replicas."""
+"""The numbers of each host's replicas, by the index of the host."""
 
 
 def _group_comparable(locations: Sequence[ReplicaLocation]) -> list[Slots]:

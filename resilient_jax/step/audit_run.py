@@ -22,13 +22,13 @@ class AuditFinding:
     """A microbatch of which two hosts had different results.
 
     Attributes:
-        microbatch: its index.
+        microbatch: position of the microbatch in the step.
         owner: the index of the host whose total has it.
         auditor: the index of the host that computed it for comparison.
         referee: the index of the third host; None: there is none.
         corrupt: the index of the host that is wrong; None: it cannot be said.
         is_reproducible: whether one of the two at least has computed the same bits twice.
-        why: it is that one, or cannot be said.
+        why: reason for naming that host, or for naming none.
     """
 
     microbatch: int
@@ -40,9 +40,9 @@ class AuditFinding:
     why: str
 
 
-def digest_result(found: Any) -> Digest:  # noqa: ANN401 - a tree of arrays
+def digest_result(result: Any) -> Digest:  # noqa: ANN401 - a tree of arrays
     """Return the digest of what was computed of a microbatch."""
-    return tuple(digest_state(flatten_state(0, found))[1 : 1 + DIGEST_WORDS].tolist())
+    return tuple(digest_state(flatten_state(0, result))[1 : 1 + DIGEST_WORDS].tolist())
 
 
 def run_audits(
@@ -57,32 +57,34 @@ def run_audits(
     """Return the audits in which results differ, settled as far as possible. All hosts must call this.
 
     Args:
-        audits: of the step.
-        assignment: of its microbatches.
+        audits: all audits of the step, the same on all hosts.
+        assignment: where the replicas are.
         own: digests of what this host has computed of microbatches that are audited, by index.
         replicas: the numbers of this host's replicas.
-        compute: see `ComputeDigest`.
         add_up: returns the sum over hosts of an integer array.
         doubt: called if results differ, before they are computed again.
     """
 
     def exchange(work: Sequence[tuple[int, int | None]], known: Mapping[int, Digest]) -> np.ndarray:
         """Return int32[work, words], the digests of all (microbatch, replica); zeros without a replica."""
-        mine = [
+        own_work = [
             (position, index, replica)
             for position, (index, replica) in enumerate(work)
             if replica in replicas
         ]
+        # A replica is on one host, so one host fills in each row, all others add zeros, and the sum has all digests.
         table = np.zeros((len(work), DIGEST_WORDS), np.int32)
-        for position, digest in _compute_all(mine, known, compute):
+        for position, digest in _compute_all(own_work, known, compute):
             table[position] = digest
         return add_up(table)
 
+    # Both sides in one exchange: what hosts compare costs a step one small all-reduce, as long as all is well.
     sides = [(a.microbatch, a.owner) for a in audits] + [(a.microbatch, a.auditor) for a in audits]
     owners, auditors = np.split(exchange(sides, own), 2)
     differing = [i for i in range(len(audits)) if (owners[i] != auditors[i]).any()]
     if not differing:
         return []
+    # From here on a failure would end the generation with a wrong total kept as if it were sound.
     doubt()
     doubtful = [audits[i] for i in differing]
     again = [
@@ -95,13 +97,13 @@ def run_audits(
     ]
     findings = []
     for row, (position, audit) in enumerate(zip(differing, doubtful, strict=True)):
-        found = [_to_digest(table[row]) for table in again]
+        owner_again, auditor_again, referee = (_to_digest(table[row]) for table in again)
         evidence = AuditEvidence(
             owner=_to_digest(owners[position]),
             auditor=_to_digest(auditors[position]),
-            owner_again=found[0],
-            auditor_again=found[1],
-            referee=None if audit.referee is None else found[2],
+            owner_again=owner_again,
+            auditor_again=auditor_again,
+            referee=None if audit.referee is None else referee,
         )
         findings.append(_describe_finding(audit, assignment, evidence))
     return findings

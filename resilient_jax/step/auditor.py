@@ -16,7 +16,7 @@ class AuditKnowledge(msgspec.Struct, frozen=True, array_like=True):
     """What a host tells the others at the begin of a generation.
 
     Attributes:
-        generation: in which its worker has trained last; 0: in none.
+        generation: number of the one in which its worker has trained last; 0: in none.
         verified_step: how many steps it had finished when its computations last agreed with another's; -1: unknown.
     """
 
@@ -28,9 +28,8 @@ class OwnResults(NamedTuple):
     """What this host has computed, and can compute.
 
     Attributes:
-        digests: of its microbatches that are audited, by index.
+        digests: results of its microbatches that are audited, by index.
         replicas: the numbers of its replicas.
-        compute: see `ComputeDigest`.
         doubt: called once results are found to differ, before more is computed: the sums that have them are void if
             this generation ends meanwhile.
     """
@@ -58,7 +57,7 @@ class AuditResponder(Protocol):
         """Take over what the host knows that has trained last, so that all hosts know the same.
 
         Args:
-            step: that the generation begins with.
+            step: number of the step that the generation begins with.
             knowledge: `describe_record` of all hosts.
             newest: `list_verified_steps` of a host that has trained last.
         """
@@ -84,7 +83,7 @@ class Auditor:
     """The audits of one generation.
 
     Args:
-        share: of all microbatches, from 0 to 1, that two hosts compute.
+        share: part of all microbatches that two hosts compute, from 0 to 1.
         responder: acts on what is found.
     """
 
@@ -128,8 +127,8 @@ class Auditor:
         if hosts.num_hosts == 1:
             self._responder.begin_generation(step, [knowledge], known)
             return
-        found = hosts.gather(knowledge)
+        told = hosts.gather(knowledge)
         # The first of those that have trained last: all hosts know which that is.
-        last = max(range(hosts.num_hosts), key=lambda host: found[host].generation)
+        last = max(range(hosts.num_hosts), key=lambda host: told[host].generation)
         (newest,) = hosts.gather(known, speakers=[last], room_bytes=MAX_INTEGER_BYTES * (1 + len(known)))
-        self._responder.begin_generation(step, found, newest)
+        self._responder.begin_generation(step, told, newest)

@@ -27,11 +27,11 @@ import numpy as np
 NUM_SLOTS, MANY_SLOTS = 2, 3
 """K, of the sums of a step, and of those of more than `MANY_ADDENDS`."""
 MANY_ADDENDS: Final = 2**10
-"""Of more the slices are so small that a float32 sum in order would be more precise."""
+"""With more addends slices are so small that a float32 sum in order would be more precise than two of them."""
 SPARE_BITS: Final = 5
 """At least so many bits of a slot are above those of a single slice, so that carries fit when a total is read."""
 NOT_FINITE: Final = 127
-"""In place of the highest bin: an addend was not finite. Above all bins, so it stays."""
+"""Stands for the highest bin where an addend was not finite. It is above all bins, so it stays."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class BinnedFormat:
     """The grid of a total.
 
     Attributes:
-        float_dtype: of addends and of the total that is read; float32 or float64.
-        bin_bits: W.
-        num_slots: K.
+        float_dtype: float32 or float64: the type of addends, and of the total that is read.
+        bin_bits: width of a bin, W.
+        num_slots: how many bins an element keeps, K.
     """
 
     float_dtype: Any
@@ -83,7 +83,7 @@ class BinnedFormat:
         biased = exponent.astype(self.integer_dtype) + (1 - info.minexp)
         return jax.lax.bitcast_convert_type(biased << info.nmant, self.float_dtype)
 
-    def find_bin(self, x: jax.Array) -> jax.Array:
+    def compute_bin(self, x: jax.Array) -> jax.Array:
         """Return int32 of the lowest bin b with |x| < 2**(W (b + 1) - 1), within the bins there are."""
         info, bits = jnp.finfo(self.float_dtype), jax.lax.bitcast_convert_type(x, self.integer_dtype)
         # 2**exponent <= |x| < 2**(exponent + 1), so b = ceil((exponent + 2) / W) - 1 = floor((exponent + 1) / W).
@@ -92,8 +92,8 @@ class BinnedFormat:
         quotient = jax.lax.div(biased + (info.minexp + shift), jnp.int32(self.bin_bits)) - (
             1 - self.lowest_bin
         )
-        found = jnp.maximum(quotient, self.lowest_bin)
-        return jnp.where((biased == 2**info.nexp - 1) | (found > self.highest_bin), NOT_FINITE, found)
+        bins = jnp.maximum(quotient, self.lowest_bin)
+        return jnp.where((biased == 2**info.nexp - 1) | (bins > self.highest_bin), NOT_FINITE, bins)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("slots", "top"), meta_fields=("format",))
@@ -105,7 +105,7 @@ class BinnedSum:
         slots: K integer arrays in the shape of the array. Slot p has the slices of the bin that is p modulo K, of the K
             bins from `top` downwards.
         top: int8 in that shape, the highest bin; `NOT_FINITE` where there is no total.
-        format: of all its addends.
+        format: the grid that all addends are cut on.
     """
 
     slots: tuple[jax.Array, ...]
@@ -137,7 +137,7 @@ def add_binned(total: BinnedSum, x: jax.Array) -> BinnedSum:
     """Return the total with one more addend, of the same shape."""
     grid = total.format
     x = x.astype(grid.float_dtype)
-    top = jnp.maximum(total.top, grid.find_bin(x).astype(jnp.int8))
+    top = jnp.maximum(total.top, grid.compute_bin(x).astype(jnp.int8))
     # Else XLA computes the bin again for every slot: on a CPU core all of it would take twice as long.
     top = jax.lax.optimization_barrier(top).astype(jnp.int32)
     raised = total.raise_top(top)

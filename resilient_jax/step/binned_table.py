@@ -53,7 +53,7 @@ def compile_table(totals: Sequence[Any], grid: HostGrid) -> jax.ShapeDtypeStruct
 
 
 def _count_rows(num_hosts: int) -> int:
-    """Return a power of 2."""
+    """Return the rows of a table: a power of 2, so that the loss of a host seldom compiles programs again."""
     return max(MIN_ROWS, 1 << (num_hosts - 1).bit_length())
 
 

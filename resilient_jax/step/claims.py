@@ -12,11 +12,11 @@ from resilient_jax.step.slow_host_watch import WATCH_BYTES
 from resilient_jax.step.watch_report import WatchReport
 
 NO_STATE_DIGEST = (0,) * STATE_DIGEST_WORDS
-"""In place of the digests of a state that is not compared."""
+"""Stands for the digests of a state that is not compared."""
 
 
 def count_claims_bytes(num_microbatches: int) -> int:
-    """Return the room for a host's claims, whose microbatches are in at most 127 parts: a byte for each."""
+    """Return the room for a host's claims; a microbatch takes a byte, since a host has at most 127 parts."""
     num_integers, num_lengths = 1 + STATE_DIGEST_WORDS + DIGEST_WORDS, 4
     numbers_bytes = MAX_INTEGER_BYTES * (num_integers + num_lengths) + FLOAT_BYTES
     return num_microbatches + numbers_bytes + WATCH_BYTES
@@ -26,12 +26,12 @@ class HostClaims(msgspec.Struct, frozen=True, array_like=True):
     """What one host tells the others.
 
     Attributes:
-        microbatches: as `Contributions.list_claims` gives them.
-        limits_digest: uint32, of the limits of this accumulation that it has; 0: it has none.
-        seconds: that a microbatch takes on it; 0: unknown.
+        microbatches: for each the part that has it, as `Contributions.list_claims` numbers them.
+        limits_digest: uint32 that tells limits apart, see `Contributions.limits_digest`; 0: it has none.
+        seconds: time that a microbatch takes on this host; 0: unknown.
         watched: what its last steps took.
-        state_digest: of the state that the step begins with; zeros: not compared.
-        data_digest: of the microbatch that all hosts read; `NO_DIGEST`: not compared.
+        state_digest: digests of the state that the step begins with; zeros: not compared.
+        data_digest: digest of the microbatch that all hosts read; `NO_DIGEST`: not compared.
     """
 
     microbatches: tuple[int, ...]
@@ -44,7 +44,7 @@ class HostClaims(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What all hosts tell each other.
+    """What all hosts tell each other: equal on all of them, so that each may decide for all without a message.
 
     Attributes:
         microbatches: int32[hosts, microbatches].
@@ -77,29 +77,30 @@ class Claims:
     @classmethod
     def gather(cls, exchange: HostExchange, own: HostClaims) -> "Claims":
         """Return the claims of all hosts. For all hosts at once."""
-        found = exchange.gather(own, room_bytes=count_claims_bytes(len(own.microbatches)))
+        told = exchange.gather(own, room_bytes=count_claims_bytes(len(own.microbatches)))
         return cls(
-            microbatches=np.array([one.microbatches for one in found], np.int32),
-            limits_digest=np.array([one.limits_digest for one in found], np.uint32),
-            seconds=np.array([one.seconds for one in found], np.float32),
-            watched=[one.watched for one in found],
-            state_digest=np.array([one.state_digest for one in found], np.int32),
-            data_digest=np.array([one.data_digest for one in found], np.int32),
+            microbatches=np.array([claims.microbatches for claims in told], np.int32),
+            limits_digest=np.array([claims.limits_digest for claims in told], np.uint32),
+            seconds=np.array([claims.seconds for claims in told], np.float32),
+            watched=[claims.watched for claims in told],
+            state_digest=np.array([claims.state_digest for claims in told], np.int32),
+            data_digest=np.array([claims.data_digest for claims in told], np.int32),
         )
 
     def drop_other_limits(self) -> "Claims":
         """Return the claims to totals that can be added: those of other limits than most are refused.
 
-        Microbatch 0 may have been computed again after a failure, by a host with other axes or
-        devices: its gradients then differ in the last bits, and the limits that follow from them may, too. All hosts
-        decide it from the same table.
+        Microbatch 0 may have been computed again after a failure, by a host with other axes or devices: its gradients
+        then differ in the last bits, and the limits that follow from them may, too.
         """
-        claimed = np.sum(self.microbatches > 0, axis=1)
-        found = [digest for digest in np.unique(self.limits_digest) if digest]
-        if len(found) < 2:
+        num_claimed = np.sum(self.microbatches > 0, axis=1)
+        limits_digests = [digest for digest in np.unique(self.limits_digest) if digest]
+        if len(limits_digests) < 2:
             return self
-        most = max(found, key=lambda digest: claimed[self.limits_digest == digest].sum())
-        is_refused = (self.limits_digest != most) & (self.limits_digest != 0)
+        # The limits that lose the fewest microbatches. Of equals it is the lowest digest, on every host.
+        kept = max(limits_digests, key=lambda digest: num_claimed[self.limits_digest == digest].sum())
+        # A host without limits has single microbatches, which become totals with whatever limits there will be.
+        is_refused = (self.limits_digest != kept) & (self.limits_digest != 0)
         return dataclasses.replace(
             self,
             microbatches=np.where(is_refused[:, None], 0, self.microbatches),

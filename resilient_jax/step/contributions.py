@@ -1,4 +1,9 @@
-"""What this host has accumulated for the step in flight: kept when a peer dies, until the step is committed."""
+"""What this host has accumulated for the step in flight: kept when a peer dies, until the step is committed.
+
+It consists of *parts*: disjoint sets of microbatches, each set with its total. A microbatch is added to a total as soon
+as the limits of the step are known. Before that it is a part on its own, whose total is *not started*: it can be
+claimed, but not added.
+"""
 
 import dataclasses
 import zlib
@@ -21,14 +26,14 @@ FIRST_MICROBATCH: Final = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contribution:
-    """A total of some microbatches, on this host; or a single one, while the limits are not known yet.
+    """One part of this host's contribution: a total of some microbatches, or a single one that is not started.
 
     Attributes:
-        total: as `step.running_total` has it; or what was computed of the microbatch.
+        total: exact sums, see `step.running_total`; or the gradients and values of the single microbatch.
         microbatches: the indexes of those that are in it.
-        exponents: int32[leaves in fixed point] of each of these, in any order.
-        is_started: whether it is a total.
-        is_counted: whether this host brings it into the sum. Of a replica on several hosts all have the total, and the
+        exponents: int32[leaves in fixed point] for each microbatch, in any order.
+        is_started: whether `total` is a total.
+        is_counted: whether this host brings the part into the sum. All hosts of a replica have the same total, and the
             first host counts; the others keep theirs in case that the first dies.
     """
 
@@ -44,10 +49,10 @@ class Contributions:
     """What one accumulation has on this host.
 
     Attributes:
-        spec: of the accumulation.
+        spec: what is accumulated; parts of another accumulation, or of another step, cannot be added to these.
         parts: by number: those of the present generation's replicas, and earlier ones. No two have the same microbatch.
-        replica_shape: of the replicas that have computed them.
-        limits: of the leaves in fixed point; None while they are not known. Without them no part is a total.
+        replica_shape: the shape of the replicas that have computed them.
+        limits: int32[leaves in fixed point]; None while they are not known. Without them no part is a total.
     """
 
     spec: AccumulationSpec
@@ -66,13 +71,17 @@ class Contributions:
             self.clear()
 
     def drop_unusable(self) -> None:
-        """Drop totals that were donated to a program that failed, or never computed because a collective broke."""
+        """Drop totals that were donated to a program that failed, or never computed because a collective broke.
+
+        Their microbatches are then claimed by nobody, so they are computed again.
+        """
         self._replace(
             {number: part for number, part in self.parts.items() if _is_usable((part.total, part.exponents))}
         )
 
-    def find_free_number(self, replica: int) -> int:
+    def choose_free_number(self, replica: int) -> int:
         """Return a number that no part has, another for each replica of this host that asks at the same time."""
+        # Below all that there are. Of the threads that look at the same parts each chooses another by its `replica`.
         return min(self.parts, default=0) - 1 - replica
 
     def find_first_exponents(self) -> np.ndarray | None:
@@ -84,6 +93,7 @@ class Contributions:
 
     def start_totals(self, limits: np.ndarray) -> None:
         """Set the limits, and make totals of what was computed before they were known."""
+        # On one thread while all others wait for the limits: see `LimitExchange`.
         self.limits = limits
         for number, part in self.parts.items():
             if not part.is_started:
@@ -93,13 +103,14 @@ class Contributions:
     def measure_fit(self, formats: Sequence[FixedPointFormat]) -> np.ndarray:
         """Return how the microbatches of the parts that count fit the limits; see `fixed_point_sum.measure_fit`."""
         assert self.limits is not None
-        found = [np.asarray(one) for part in self.parts.values() if part.is_counted for one in part.exponents]
-        exponents = np.array(found, np.int32).reshape(len(found), self.limits.size)
+        # Not of parts that another host counts, or their microbatches would have twice their shares of the limit.
+        rows = [np.asarray(row) for part in self.parts.values() if part.is_counted for row in part.exponents]
+        exponents = np.array(rows, np.int32).reshape(len(rows), self.limits.size)
         return measure_fit(exponents, self.limits, formats)
 
     @property
     def limits_digest(self) -> int:
-        """A number of 32 bits that tells limits apart; 0: there are none."""
+        """A number of 32 bits that tells limits apart, for all hosts alike; 0: there are none."""
         return 0 if self.limits is None else (zlib.crc32(self.limits.astype("<i4").tobytes()) or 1)
 
     def move_to_host(self) -> None:
@@ -123,7 +134,6 @@ class Contributions:
 
         Totals in host memory, and those of replicas of another shape, get the shardings of the leaves of `like`.
         """
-
         for number, part in self.parts.items():
             is_here = not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(part.total))
             if not is_here or replica_shape != self.replica_shape:
@@ -138,7 +148,11 @@ class Contributions:
         return claims
 
     def keep_accepted(self, claims: np.ndarray) -> None:
-        """Drop the parts whose claims, as `list_claims` gave them, were refused; all others count from now on."""
+        """Drop the parts whose claims, as `list_claims` gave them, were refused; all others count from now on.
+
+        A claim is accepted from one host alone, so a part that two hosts have kept comes into the sum once. It may be
+        that of the second host of a replica, whose first one has died.
+        """
         accepted = set(claims.tolist())
         self._replace(
             {

@@ -30,9 +30,9 @@ class DataSample:
     """A microbatch that is read by all hosts; by a host alone twice.
 
     Attributes:
-        step: of the microbatch.
-        index: in the step.
-        num_reads: of each host.
+        step: number of the step that it belongs to.
+        index: position in that step.
+        num_reads: how often each host reads it.
     """
 
     step: int

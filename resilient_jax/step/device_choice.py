@@ -16,9 +16,9 @@ class DeviceChoice(NamedTuple):
     """The devices that a host leaves out.
 
     Attributes:
-        out: their numbers, ascending.
-        used: the numbers of those that the host computes on then.
-        speed: of the host then, as a part of that with all devices as fast as its fastest one.
+        out: numbers of the devices on the host, ascending.
+        used: numbers of those that the host computes on then.
+        speed: what the host then has of the speed it had if all its devices were as fast as its fastest one.
     """
 
     out: tuple[int, ...]
@@ -30,8 +30,8 @@ def explain_all_devices(slow: Collection[int], after_loss: DevicesAfterLoss) -> 
     """Return why a slow host keeps all of its devices, where none can be left out.
 
     Args:
-        slow: the numbers of its devices that are slower than its other ones.
-        after_loss: what it does with the devices that are left.
+        slow: numbers of the devices that are slower than the host's other ones.
+        after_loss: what the host does with the devices that are left.
     """
     if not slow:
         return "no device of it is known to be slower than its other ones"
@@ -44,7 +44,7 @@ def choose_devices_to_leave_out(
     """Return which of the slow devices a host does best without; None: it cannot do without any.
 
     Args:
-        speeds: (number, speed as a part of that of the fastest one) of each device that the host computes on.
+        speeds: (number, part of the speed of the fastest one) of each device that the host computes on.
         slow: the numbers of those that may be left out.
         after_loss: what a host does with the devices that are left.
 

@@ -14,13 +14,14 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.step.device_throttle import DeviceThrottle
 
 MEASURE_S: Final = 0.1
-"""Of each of the two, shared by a host's devices. One device gets the usual period of a quota of processor time."""
+"""Time for products, and for passes, shared by a host's devices. One device gets the usual period of a quota of
+processor time."""
 CPU_SIZES: Final = (512, 2048)
 ACCELERATOR_SIZES: Final = (4096, 6144)
 """Rows and columns of the matrices of the product, and of the one that is passed over. With its result that takes 32
 MiB on a CPU, and 288 MiB on an accelerator, where smaller ones would measure how fast programs are started."""
 MIN_ROUNDS: Final = 5
-"""In which each device has its turn, however long that takes: most may meet a busy moment."""
+"""Rounds in which each device has its turn, however long they take: most may meet a busy moment."""
 
 
 class DeviceSeconds(NamedTuple):
@@ -30,8 +31,8 @@ class DeviceSeconds(NamedTuple):
         compute_s: seconds of a matrix product.
         memory_s: seconds of a pass over memory.
         disk_s: seconds of a read of its input files; 0: none is on a disk.
-        compute_speeds: of each device, by its number on the host, as a part of that of the host's fastest one, in a
-            matrix product; 0: the worker does not use it.
+        compute_speeds: parts of the speed of the host's fastest device in a matrix product, by the number of the
+            device on the host; 0: the worker does not use it.
         memory_speeds: the same in a pass over memory.
     """
 
@@ -50,8 +51,8 @@ class DeviceSpeed:
 
     Args:
         list_devices: gives the devices; called when they are first measured.
-        numbers: of these devices on the host; (): they are all that it has.
-        throttle: makes devices slow that a chaos campaign has slowed down.
+        numbers: which of the host's devices these are; (): they are all that it has.
+        throttle: makes devices slow that a chaos campaign has slowed down; None: no campaign can.
     """
 
     def __init__(

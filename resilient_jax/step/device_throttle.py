@@ -21,9 +21,9 @@ class DeviceThrottle:
     would slow all devices of the process on CPU, which share its cores.
 
     Args:
-        failpoints: of this worker.
+        failpoints: where campaigns give their orders to this worker.
         list_devices: gives the devices of this worker.
-        numbers: of these devices on the host; (): they are all that it has.
+        numbers: which of the host's devices these are; (): they are all that it has.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class DeviceThrottle:
         if factor <= 1:
             return compute()
         began_s = time.monotonic()
-        found = jax.block_until_ready(compute())
+        result = jax.block_until_ready(compute())
         time.sleep((factor - 1) * (time.monotonic() - began_s))
-        return found
+        return result
 
     def wrap(self, compute_fn: ComputeFunction[Any]) -> ComputeFunction[Any]:
         """Return a function that computes a microbatch, later if a device of its replica is slow."""

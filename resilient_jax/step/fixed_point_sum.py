@@ -45,11 +45,11 @@ MAX_ADDENDS_OF_TWO_LIMBS: Final = 2**7
 SHARE_BITS: Final = 14
 """A limit has 2**SHARE_BITS shares. The shares of 2**16 hosts are added as int32."""
 FIT_WORDS: Final = 3
-"""Of an array; see `measure_fit`."""
+"""Numbers that say how the addends of one array fit its limit; see `measure_fit`."""
 NOT_FINITE: Final = 2**14
-"""In place of the exponent of an array with such an element: its share is too large."""
+"""Stands for the exponent of an array with an element that is not finite: its share is too large."""
 OF_ZEROS: Final = -(2**14)
-"""In place of the exponent of an array without any other number: its share is nothing."""
+"""Stands for the exponent of an array of zeros: its share is nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class FixedPointFormat:
     """How numbers of a dtype are kept.
 
     Attributes:
-        float_dtype: of addends and of the total that is read; float32 or float64.
-        low_bits: of each limb but the first.
+        float_dtype: float32 or float64: the type of addends, and of the total that is read.
+        low_bits: width of an addend's part in each limb but the first, in bits.
         num_limbs: two or more.
-        max_addends_bits: the number of addends, rounded up to a power of two.
+        max_addends_bits: logarithm of the largest number of addends to base 2, rounded up.
     """
 
     float_dtype: Any
@@ -126,7 +126,7 @@ class FixedPointSum:
 
     Attributes:
         limbs: arrays of integers in the shape of the array, the highest first.
-        format: of all its addends.
+        format: how all addends are kept.
     """
 
     limbs: tuple[jax.Array, ...]
@@ -167,7 +167,7 @@ def read_fixed_point(total: FixedPointSum, limit: ArrayLike) -> jax.Array:
     return (high + value) * format.power(limit - format.high_bits)
 
 
-def find_exponent(x: jax.Array) -> jax.Array:
+def compute_exponent(x: jax.Array) -> jax.Array:
     """Return int32[], the least exponent with |x| < 2**exponent everywhere; `NOT_FINITE`, or `OF_ZEROS`."""
     # The maximum is an expression of its own: XLA's CPU compiler makes a loop of it that is six times as fast.
     largest = jnp.max(jnp.abs(x), initial=0)
@@ -197,7 +197,7 @@ def measure_fit(exponents: np.ndarray, limits: np.ndarray, formats: Sequence[Fix
     Args:
         exponents: int32[addends, n].
         limits: int32[n].
-        formats: of n arrays.
+        formats: one for each of the n arrays.
     """
     is_something = exponents != OF_ZEROS
     # Rounded up, so that many tiny addends cannot overflow either; one share too many is as bad as any number.

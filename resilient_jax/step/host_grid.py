@@ -4,6 +4,7 @@ Two small programs on this host's devices: *pack* concatenates leaves of one dty
 *unpack* restores them. The programs in between, over all hosts, do not depend on the model.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -29,11 +30,11 @@ class HostGrid:
     Each host gives the same number of devices, its first ones: as many as the host with the fewest devices has.
 
     Attributes:
-        mesh: of all rows, axes (HOST_AXIS, LOCAL_AXIS).
-        local_mesh: of this host's row, axis LOCAL_AXIS.
+        mesh: all rows, with the axes (HOST_AXIS, LOCAL_AXIS).
+        local_mesh: this host's row, with the axis LOCAL_AXIS.
         num_hosts: the number of rows.
-        host_index: the index of this host's row.
-        device_counts: of each host, with those that are not in its row.
+        host_index: position of this host's row.
+        device_counts: for each host the number of all its devices, in its row or not.
     """
 
     def __init__(self, devices: Sequence[Device], process_index: int) -> None:
@@ -134,6 +135,35 @@ class HostGrid:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LiveHosts:
+    """The live hosts with all of their devices, in the order of their process indexes.
+
+    Attributes:
+        host_index: position of this host among them.
+        grid: rows of the devices that take part in reductions, which may be fewer.
+    """
+
+    process_indexes: tuple[int, ...]
+    devices_by_host: tuple[tuple[Device, ...], ...]
+    host_index: int
+    grid: HostGrid
+
+    @classmethod
+    def from_devices(cls, devices: Sequence[Device], process_index: int) -> "LiveHosts":
+        """Return the hosts of these devices; `process_index` is that of this worker."""
+        by_process: dict[int, list[Device]] = {}
+        for device in devices:
+            by_process.setdefault(device.process_index, []).append(device)
+        indexes = sorted(by_process)
+        return cls(
+            process_indexes=tuple(indexes),
+            devices_by_host=tuple(tuple(by_process[index]) for index in indexes),
+            host_index=indexes.index(process_index),
+            grid=HostGrid(devices, process_index),
+        )
+
+
 def group_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the positions of leaves that can be packed into one vector."""
     groups: dict[Any, list[int]] = {}
@@ -150,8 +180,8 @@ def reshard_like(origin: object, total: jax.Array) -> jax.Array:
     if not origin.is_fully_replicated or not origin.sharding.addressable_devices <= by_device.keys():
         return jax.device_put(total, origin.sharding)
     # Each of these devices has a copy already: the new array is made of those, and nothing moves.
-    parts = [by_device[device] for device in origin.sharding.addressable_devices]
-    return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
+    copies = [by_device[device] for device in origin.sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, copies)
 
 
 def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function

@@ -63,7 +63,7 @@ class HostSpeeds:
     """The speeds by which the microbatches of one generation are assigned, by the name of their accumulation.
 
     Args:
-        measured: what this host has measured; it outlives the generation.
+        measured: what this host has measured, by the name of the accumulation; it outlives the generation.
 
     Attributes:
         new_shares: by host, how many microbatches it gets from now on, and the seconds of one; () if shares have not
@@ -85,6 +85,7 @@ class HostSpeeds:
 
     def estimate(self, spec: AccumulationSpec) -> float:
         """Return what this host tells the others, once for each exchange: see `MeasuredSpeed.estimate`."""
+        # 0 where microbatches are to be assigned evenly: of unknown speeds none is chosen, see `choose_speeds`.
         measured = self._measured.get(spec.name)
         return measured.estimate() if measured is not None and spec.balance_by_speed else 0.0
 
@@ -94,9 +95,7 @@ class HostSpeeds:
         """Return float[hosts], the speeds by which to assign microbatches; the same on all hosts.
 
         Args:
-            spec: of the accumulation.
             seconds: float[hosts], as exchanged; zeros: not in this step.
-            locations: of the replicas.
         """
         # A generation begins with devices of equal speed: a host that joins does not know by which the others were
         # assigned.
@@ -116,21 +115,21 @@ def choose_speeds(
 
     Args:
         present: float[hosts], those by which they are assigned now.
-        seconds: float[hosts], of a microbatch; 0: unknown, so the host counts as the median of the others.
-        locations: of the replicas.
-        num_microbatches: of a step.
+        seconds: float[hosts], time of a microbatch; 0: unknown, so the host counts as the median of the others.
+        num_microbatches: the number in each step.
     """
+    # All hosts have the same `seconds` and `present`, so all choose the same speeds.
     is_known = seconds > 0
     if not is_known.any():
         return present
     measured = 1 / np.where(is_known, seconds, np.median(seconds[is_known]))
     present_s, best_s = (
-        _find_finish_s(speeds, measured, locations, num_microbatches) for speeds in (present, measured)
+        _compute_finish_s(speeds, measured, locations, num_microbatches) for speeds in (present, measured)
     )
     return measured if present_s > MIN_GAIN * best_s else present
 
 
-def _find_finish_s(
+def _compute_finish_s(
     speeds: np.ndarray, measured: np.ndarray, locations: Sequence[ReplicaLocation], num_microbatches: int
 ) -> float:
     """Return when the last replica is done if microbatches are assigned by `speeds` and computed as `measured`."""

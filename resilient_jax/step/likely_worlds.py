@@ -22,10 +22,10 @@ def list_likely_worlds(
     """Return the devices of the worlds that are likely next, the likeliest first: one host fewer, one more, two fewer.
 
     Args:
-        devices: of the live hosts, host by host in the order of the mesh.
-        spare_devices: of the seats that no host has, in the order in which they are taken: a host that joins comes last
-            in the mesh.
-        process_index: of this host, which is in each of these worlds.
+        devices: all devices of the live hosts, host by host in the order of the mesh.
+        spare_devices: all devices of the seats that no host has, in the order in which these are taken: a host that
+            joins comes last in the mesh.
+        process_index: position of this host, which is in each of these worlds.
     """
     by_host = _group_by_host(devices)
     candidates = _list_candidates(by_host, process_index)
@@ -34,14 +34,15 @@ def list_likely_worlds(
         if len(candidates) <= MAX_HOSTS_FOR_ALL_PAIRS
         else itertools.pairwise(candidates)
     )
-    found: dict[tuple[int, ...], tuple[Device, ...]] = {}
+    # One world for each sequence of numbers of devices: a program for it serves all others with the same.
+    by_counts: dict[tuple[int, ...], tuple[Device, ...]] = {}
     for world in (
         *(_without(by_host, lost) for lost in candidates),
         *([*by_host, joining] for joining in _group_by_host(spare_devices)[:1]),
         *(_without(by_host, *pair) for pair in pairs),
     ):
-        found.setdefault(tuple(map(len, world)), tuple(device for of_host in world for device in of_host))
-    return list(found.values())
+        by_counts.setdefault(tuple(map(len, world)), tuple(device for of_host in world for device in of_host))
+    return list(by_counts.values())
 
 
 def _group_by_host(devices: Sequence[Device]) -> list[list[Device]]:
@@ -55,11 +56,11 @@ def _list_candidates(by_host: Sequence[Sequence[Device]], process_index: int) ->
     """Return the hosts to leave out: of each run of hosts with equally many devices the first two that are others."""
     others = [place for place, own in enumerate(by_host) if own[0].process_index != process_index]
 
-    def find_run(place: int) -> int:
+    def get_run(place: int) -> int:
         return runs[place]
 
     runs = list(_number_runs([len(of_host) for of_host in by_host]))
-    return [place for _, run in itertools.groupby(others, find_run) for place in itertools.islice(run, 2)]
+    return [place for _, run in itertools.groupby(others, get_run) for place in itertools.islice(run, 2)]
 
 
 def _number_runs(counts: Sequence[int]) -> Iterator[int]:

@@ -1,4 +1,10 @@
-"""Lets the replicas of a host wait, each after its first microbatch, until all hosts have agreed on the limits."""
+"""Lets the replicas of a host wait, each after its first microbatch, until all hosts have agreed on the limits.
+
+The limits follow from microbatch 0, which one replica of one host computes. All others need them before they can add
+their second microbatch to their first one. So each replica's thread stops after its first microbatch. The last one that
+comes calls the collective in which all hosts get the limits; then all go on. A thread that raises instead breaks the
+barrier: none of the others waits for one that never comes, and each raises the first error.
+"""
 
 import dataclasses
 import functools
@@ -17,8 +23,8 @@ class LimitExchange:
     """One exchange for all replicas of this host, in one step.
 
     Args:
-        num_replicas: of this host that compute any microbatch.
-        agree: a collective; called once, on the thread of some replica, when all have come.
+        num_replicas: number of threads that will wait: replicas of this host that compute any microbatch.
+        agree: a collective of all hosts; called once, on the thread of the replica that comes last.
     """
 
     def __init__(self, num_replicas: int, agree: Callable[[], None]) -> None:
@@ -28,7 +34,7 @@ class LimitExchange:
 
     @property
     def seconds(self) -> float:
-        """How long it took, the wait for other hosts included."""
+        """How long the collective took, with its wait for other hosts."""
         return self._outcome.seconds
 
     def wait(self) -> None:
@@ -36,6 +42,7 @@ class LimitExchange:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as broken:
+            # The cause, and not that the barrier broke: the caller tells a failed peer from an error of the user's.
             raise self._outcome.error or broken from None
 
     def call(self, replica_thread: Callable[[], None]) -> None:
@@ -43,6 +50,7 @@ class LimitExchange:
         try:
             replica_thread()
         except BaseException as error:
+            # The first error is the cause of all later ones, which threads raise that have waited.
             self._outcome.error = self._outcome.error or error
             self._barrier.abort()
             raise
@@ -53,6 +61,7 @@ def _run(agree: Callable[[], None], outcome: _Outcome) -> None:
     try:
         agree()
     except BaseException as error:
+        # Here, since the other threads see only a broken barrier, maybe before `call` has noted this error.
         outcome.error = error
         raise
     outcome.seconds = time.monotonic() - started_s

@@ -26,13 +26,13 @@ class LinkMeasurement:
     """A measurement that is prepared: its memory is allocated, its programs are compiled.
 
     Args:
-        grid: of the live hosts.
+        grid: rows of the live hosts' devices.
         rounds: who exchanges with whom.
         raise_if_ended: raises if the generation has ended.
     """
 
     def __init__(self, grid: HostGrid, rounds: Sequence[Pairs], raise_if_ended: Callable[[], None]) -> None:
-        size = find_exchange_bytes(grid.local_mesh.devices.flat[0].platform) // np.dtype(np.int32).itemsize
+        size = choose_exchange_bytes(grid.local_mesh.devices.flat[0].platform) // np.dtype(np.int32).itemsize
         self._has_partner = [any(grid.host_index in pair for pair in pairs) for pairs in rounds]
         self._raise_if_ended = raise_if_ended
         self._rows = grid.pack([np.zeros(size, np.int32)])
@@ -59,7 +59,7 @@ class LinkMeasurement:
         return seconds
 
 
-def find_exchange_bytes(platform: str) -> int:
+def choose_exchange_bytes(platform: str) -> int:
     """Return what a host sends in an exchange, by the platform of its devices."""
     return CPU_BYTES if platform == "cpu" else ACCELERATOR_BYTES
 

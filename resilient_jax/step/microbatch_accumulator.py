@@ -23,7 +23,7 @@ from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica
-from resilient_jax.step.running_total import add_to_total, find_exponents, start_total
+from resilient_jax.step.running_total import add_to_total, compute_exponents, start_total
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -36,10 +36,10 @@ class Microbatch:
     """One microbatch, about to be accumulated.
 
     Attributes:
-        step: the step it belongs to.
-        index: its index in the step: the same examples, whichever host computes it.
-        replica: the replica that computes it.
-        batch: this host's rows of it, as read from `data`; None without.
+        step: number of the step that it belongs to.
+        index: position in the step, from 0. With the step it names the same examples, whichever host computes them.
+        replica: the devices that compute it.
+        batch: this host's rows of it, as read from `data`; None: the compute function reads them itself.
     """
 
     step: int
@@ -84,7 +84,10 @@ class StepHooks(Protocol):
 
 
 class CompilationTurns:
-    """Lets the replicas of a host compile one after the other: the first fills the compilation cache for all."""
+    """Lets the replicas of a host compile one after the other: the first fills the compilation cache for all.
+
+    Their programs are the same but for the devices. Threads that compile at once would each compile all of it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,10 +111,10 @@ class MicrobatchAccumulator:
 
     Attributes:
         partners: the other hosts of replicas on several hosts; None: their programs are run without agreement.
-        digests: of what was computed of the audited microbatches, by index.
+        digests: what identifies the results of audited microbatches, by index.
         inputs: what is known of each microbatch that was read here.
-        lone_microbatch: shapes, dtypes and shardings of the only microbatch of a replica, on this host alone; else
-            None.
+        lone_microbatch: shapes, dtypes and shardings of what a microbatch gives, if a replica on this host alone has
+            computed a single one; else None.
     """
 
     def __init__(
@@ -145,23 +148,26 @@ class MicrobatchAccumulator:
         """Compute microbatches on one replica; each is kept in `contributions` at once.
 
         Args:
-            contributions: of this host.
-            replica: that computes.
-            indexes: of the microbatches.
-            number: of the replica's part in `contributions`. If it is there already it is continued, so that nothing is
-                to be merged.
-            exchange: of the limits, if they are not known.
+            contributions: this host's; other replicas' threads write to it at the same time, each its own part.
+            replica: the one whose thread this is.
+            indexes: the microbatches to compute, in order.
+            number: the key of the replica's part in `contributions`. If it is there already it is continued, so that
+                nothing is to be merged.
+            exchange: where to wait for the limits, if they are not known.
         """
         for index in indexes:
-            found = self._compute(replica, index)
+            result = self._compute(replica, index)
             if len(indexes) == 1 and replica.is_on_one_host:
-                self.lone_microbatch = jax.tree.map(_describe, found)
+                self.lone_microbatch = jax.tree.map(_describe, result)
             if contributions.limits is None:
-                self._wait_for_limits(contributions, replica, index, number, found, exchange)
+                self._wait_for_limits(contributions, replica, index, number, result, exchange)
             assert contributions.limits is not None
             part = contributions.parts.get(number, Contribution(None, frozenset()))
+            # It is there already if it was the part on its own that waited for the limits, and has become the total.
             if index not in part.microbatches:
-                contributions.parts[number] = self._add(contributions.limits, replica, part, index, found)
+                # The total and the list of what is in it are replaced by one assignment: wherever this thread ends, a
+                # total has the microbatches that it claims, or it was donated, and is dropped (`drop_unusable`).
+                contributions.parts[number] = self._add(contributions.limits, replica, part, index, result)
 
     def _wait_for_limits(
         self,
@@ -169,23 +175,27 @@ class MicrobatchAccumulator:
         replica: Replica,
         index: int,
         number: int,
-        found: Any,  # noqa: ANN401 - a tree
+        result: Any,  # noqa: ANN401 - a tree
         exchange: LimitExchange,
     ) -> None:
         """Return when the limits are known, and all that waits for them has become totals."""
-        # It counts as computed meanwhile: if a host dies, it is not computed again.
-        place = number if number not in contributions.parts else contributions.find_free_number(number)
-        contributions.parts[place] = Contribution(
-            found,
+        # It counts as computed meanwhile: if a host dies, it is not computed again. Where the replica continues a part
+        # that an earlier generation has left unstarted, this microbatch waits under another number.
+        waiting_number = (
+            number if number not in contributions.parts else contributions.choose_free_number(number)
+        )
+        contributions.parts[waiting_number] = Contribution(
+            result,
             frozenset({index}),
-            (find_exponents(self._spec, found),),
+            (compute_exponents(self._spec, result),),
             is_started=False,
             is_counted=_is_counted(replica),
         )
-        jax.block_until_ready(found)  # what this takes is this host's own time; the wait is not
+        jax.block_until_ready(result)  # what this takes is this host's own time; the wait is not
         exchange.wait()
-        if place != number:
-            del contributions.parts[place]
+        # Else it is the replica's part itself, and a total by now. `accumulate` adds this one to the earlier part.
+        if waiting_number != number:
+            del contributions.parts[waiting_number]
 
     def _add(
         self,
@@ -193,19 +203,22 @@ class MicrobatchAccumulator:
         replica: Replica,
         part: Contribution,
         index: int,
-        found: Any,  # noqa: ANN401 - a tree
+        result: Any,  # noqa: ANN401 - a tree
     ) -> Contribution:
         """Return the part with one more microbatch."""
         exponents = None
+        # To start a total and to add to one are two programs, each compiled at its own first call.
         with self._turns.take(f"{self._spec.name} total {part.total is None}", replica):
             if part.total is None:
-                total = start_total(self._spec, found, limits)
+                total = start_total(self._spec, result, limits)
                 if limits.size:
-                    exponents = find_exponents(self._spec, found)
+                    exponents = compute_exponents(self._spec, result)
             else:
                 # Of a replica on several hosts all is on this host's devices already: see `_call`.
                 before = replica.to_replica(part.total) if replica.is_on_one_host else part.total
-                total, exponents = add_to_total(before, found, limits, donate=True)
+                # Donated, so that a step needs the memory of one total. If the program fails, the total is lost with
+                # it: `Contributions.drop_unusable` notices that.
+                total, exponents = add_to_total(before, result, limits, donate=True)
         return Contribution(
             total,
             part.microbatches | {index},
@@ -222,13 +235,13 @@ class MicrobatchAccumulator:
         # A replica on one host runs no collective that a peer's death would break: only this check ends its work.
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.BEFORE_MICROBATCH, index)
-        found = self._call(replica, index)
+        result = self._call(replica, index)
         if index in self._audited:
-            self.digests[index] = digest_result(found)
-        return found
+            self.digests[index] = digest_result(result)
+        return result
 
     def _call(self, replica: Replica, index: int) -> Any:  # noqa: ANN401 - a tree
-        """Return what the user's function gives of a microbatch."""
+        """Return what the user's function gives of a microbatch, on this host's devices."""
         step = self._spec.step
         batch = None
         if self._data is not None:
@@ -241,25 +254,25 @@ class MicrobatchAccumulator:
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._turns.take(self._spec.name, replica), worker_activity.task(WorkerTask.COMPUTE):
             if replica.is_on_one_host:
-                found = self._compute_fn(microbatch)
+                result = self._compute_fn(microbatch)
             else:  # its programs have collectives; what comes after them must need no other host
-                found = replica.to_local(self._run_together(replica, microbatch))
-        return self._corrupt(found, index)
+                result = replica.to_local(self._run_together(replica, microbatch))
+        return self._corrupt(result, index)
 
     def _run_together(self, replica: Replica, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         if self.partners is None:
             return collective_thread.run(self._compute_fn, microbatch)
         return self.partners.run(replica, self._compute_fn, microbatch)
 
-    def _corrupt(self, found: Tree, index: int) -> Tree:
+    def _corrupt(self, result: Tree, index: int) -> Tree:
         """Return what was computed, or what a test makes of it."""
         match self._hooks.hit_failpoint(FailPoint.AFTER_MICROBATCH, index):
             case Corruption.NAN:
-                return jax.tree.map(_replace_by_nan, found)
+                return jax.tree.map(_replace_by_nan, result)
             case Corruption.BIT_FLIP:
-                return flip_bit(found)
+                return flip_bit(result)
             case Corruption.NONE:
-                return found
+                return result
 
 
 def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:

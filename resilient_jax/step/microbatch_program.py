@@ -26,9 +26,8 @@ class MicrobatchProgram:
     """A compute function that calls one traced program.
 
     Attributes:
-        compute: the function.
         trace: returns the program's jaxpr for a replica, traced as the call will trace it.
-        update: what becomes of the sum, if it is known.
+        update: the program that takes the sum; None: it is not known.
     """
 
     compute: ComputeFunction[Any]
@@ -48,19 +47,19 @@ def describe_programs(
     Args:
         compute_fn: a `MicrobatchProgram`, or any function, which is called to trace it: for the first microbatch of
             the first step, whatever the step, since hosts may describe it in different steps.
-        data: of its microbatches.
-        replica: that computes them; None: no program is known.
+        data: where its microbatches come from; None: it reads them itself.
+        replica: the devices to trace it for; None: no program is known.
     """
     if replica is None:
         return {}
     if not isinstance(compute_fn, MicrobatchProgram):
-        found = {MICROBATCH: describe_call(_bind_call(compute_fn, data, replica))}
+        programs = {MICROBATCH: describe_call(_bind_call(compute_fn, data, replica))}
     else:
-        found = {MICROBATCH: _describe_traced(compute_fn, replica), UPDATE: compute_fn.update}
-    return {name: program for name, program in found.items() if program is not None}
+        programs = {MICROBATCH: _describe_traced(compute_fn, replica), UPDATE: compute_fn.update}
+    return {name: program for name, program in programs.items() if program is not None}
 
 
-def find_digest_function(
+def choose_digest_function(
     compute_fn: ComputeFunction[Any], data: BatchSource | None, replica: Replica | None, num_microbatches: int
 ) -> DigestFunction | None:
     """Return what digests a microbatch, as `data` has it or as the compute function reads it; None: nothing does."""

@@ -16,8 +16,8 @@ def distribute_microbatches(missing: Sequence[int], speeds: Sequence[float]) -> 
     """Return which of the `missing` microbatches each replica computes: runs of them, in order, all done soonest.
 
     Args:
-        missing: their indexes, ascending.
-        speeds: of each replica.
+        missing: indexes of the microbatches that no host has, ascending.
+        speeds: one for each replica, in any unit.
     """
     rest = iter(missing)
     return tuple(tuple(itertools.islice(rest, share)) for share in share_tasks(len(missing), speeds))
@@ -26,8 +26,9 @@ def distribute_microbatches(missing: Sequence[int], speeds: Sequence[float]) -> 
 def accept_disjoint_claims(claims: np.ndarray) -> np.ndarray:
     """Return the claims of which no microbatch is accepted already, of the hosts in order; 0 in place of the others.
 
-    A total cannot be taken apart. Two hosts claim the same microbatch when they were of one replica, or when one was
-    left out of a generation and rejoined in the same step.
+    Two hosts claim the same microbatch when they were of one replica, or when one was left out of a generation and
+    rejoined in the same step. A total cannot be taken apart: where one of its microbatches is accepted already, all of
+    it is refused, and the others of its microbatches are computed again.
 
     Args:
         claims: int[hosts, microbatches]: which of a host's totals has the microbatch, from 1; 0 for none.

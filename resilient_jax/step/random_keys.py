@@ -33,11 +33,11 @@ def find_key_name(loss_fn: object, num_arguments: int, expected: str) -> str | N
 
     Args:
         loss_fn: the user's function.
-        num_arguments: positional ones that it will be called with.
-        expected: of an error: what it should be.
+        num_arguments: how many positional arguments it will be called with.
+        expected: what the message of an error says that the function should be.
 
     Raises:
-        CallerError: it cannot be called with that many arguments and at most one of `KEY_NAMES`.
+        CallerError: no such call is possible: with that many arguments and at most one of `KEY_NAMES`.
     """
     if not callable(loss_fn):
         raise CallerError(f"loss_fn: found {describe_value(loss_fn)}, {expected}")

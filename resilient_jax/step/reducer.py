@@ -25,13 +25,13 @@ import msgspec
 import numpy as np
 
 from resilient_jax.compile.training_threads import mark_training_thread
-from resilient_jax.data.microbatch_rows import ALL_ROWS
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.jax_runtime.live_processes import find_seat
+from resilient_jax.jax_runtime.live_processes import get_seat
 from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.worker_tasks import WorkerTask
@@ -54,7 +54,7 @@ from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
-from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.host_grid import LiveHosts
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.link_speed import LinkMeasurement
@@ -64,7 +64,7 @@ from resilient_jax.step.microbatch_accumulator import (
     MicrobatchAccumulator,
     StepHooks,
 )
-from resilient_jax.step.microbatch_program import describe_programs, find_digest_function
+from resilient_jax.step.microbatch_program import choose_digest_function, describe_programs
 from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replica_partners import ReplicaPartners
@@ -88,48 +88,23 @@ COMPARISON_INTERVAL_STEPS: Final = 64
 same microbatch. To digest a state reads it once: less than a thousandth of the time of so many steps."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _LiveHosts:
-    """The live hosts with their devices, in order of their process index."""
-
-    process_indexes: tuple[int, ...]
-    devices_by_host: tuple[tuple[Device, ...], ...]
-    host_index: int
-    grid: HostGrid
-
-    @classmethod
-    def from_devices(cls, devices: Sequence[Device], process_index: int) -> "_LiveHosts":
-        by_process: dict[int, list[Device]] = {}
-        for device in devices:
-            by_process.setdefault(device.process_index, []).append(device)
-        indexes = sorted(by_process)
-        return cls(
-            process_indexes=tuple(indexes),
-            devices_by_host=tuple(tuple(by_process[index]) for index in indexes),
-            host_index=indexes.index(process_index),
-            grid=HostGrid(devices, process_index),
-        )
-
-
 class Reducer:
     """All-reduces and accumulations of one generation.
 
     Args:
         list_devices: gives the devices of the live hosts; called once, when they are first needed.
-        process_index: of this worker.
-        kept: contributions by the name of their accumulation; they outlive the reducer.
-        hooks: of the session.
-        measured_speeds: of this host, by the name of the accumulation; they outlive the reducer. None: it begins anew.
-        max_microbatches: of one accumulation that a replica computes at most, in a rehearsal; None: all.
-        auditor: finds hosts that compute wrongly; None: there are no audits.
-        watch: finds hosts that are slow; None: nothing is found.
+        kept: this host's contributions by the name of their accumulation; the session's, so they outlive the reducer.
+        measured_speeds: what this host has measured, by that name; the session's, too. None: measuring begins anew.
+        max_microbatches: limit for each replica in an accumulation, for rehearsals; None: no limit.
+        auditor: finds hosts that compute wrongly; None: nothing is audited.
+        watch: finds hosts that are slow; None: nobody looks for them.
 
     Attributes:
         partners: the other hosts of this host's replicas; None: this host is alone, or rehearses.
-        owners: of each microbatch of the last accumulation, the index of the host that computed it.
-        lone_microbatch: of the last accumulation, see `MicrobatchAccumulator`.
-        watch: see above; for steps that are not made here, too.
-        throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
+        owners: index of the host whose total has it, for each microbatch of the last accumulation.
+        lone_microbatch: the one of the last accumulation, see `MicrobatchAccumulator`.
+        watch: the argument; steps that are made elsewhere use it, too.
+        throttle: slows devices down as a chaos campaign orders; None: no campaign can.
     """
 
     def __init__(
@@ -165,8 +140,8 @@ class Reducer:
         self.lone_microbatch: Any = None
 
     @functools.cached_property
-    def _live(self) -> _LiveHosts:
-        return _LiveHosts.from_devices(self._list_devices(), self._process_index)
+    def _live(self) -> LiveHosts:
+        return LiveHosts.from_devices(self._list_devices(), self._process_index)
 
     @property
     def _exchange(self) -> CollectiveExchange:
@@ -185,13 +160,13 @@ class Reducer:
 
     def take_new_shares(self) -> tuple[tuple[int, float], ...]:
         """Return `HostSpeeds.new_shares`, once: a sum that is made again knows no news."""
-        found, self._speeds.new_shares = self._speeds.new_shares, ()
-        return found
+        new_shares, self._speeds.new_shares = self._speeds.new_shares, ()
+        return new_shares
 
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             live = self._live
-            seats = [find_seat(devices[0]) for devices in live.devices_by_host]
+            seats = [get_seat(devices[0]) for devices in live.devices_by_host]
             locations = locate_replicas(seats, shape, [len(devices) for devices in live.devices_by_host])
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
@@ -228,6 +203,7 @@ class Reducer:
     ) -> Tree:
         """See `World.accumulate_microbatches`."""
         total, misfits = self._accumulate(spec, compute_fn, zeros, data=data, replica_shape=replica_shape)
+        # All hosts find the same misfits, in numbers that were added up with the sum: all repeat it, or none does.
         if misfits:
             self._hooks.report_misfits(spec.name, misfits)
             wide = dataclasses.replace(spec, reduction="exact_wide")
@@ -243,40 +219,40 @@ class Reducer:
         data: BatchSource | None,
         replica_shape: ReplicaShape,
     ) -> tuple[Tree, list[str]]:
-        """Return the sum, and the paths of leaves whose sum is wrong, because its limit was too low or too high."""
+        """Return the sum, and the paths of leaves whose sum is wrong, because its limit was too low or too high.
+
+        Every collective in here waits for all hosts. So a condition that leads to one depends only on what is the same
+        on all hosts: the specification, what this generation has done so far, and the claims once they are exchanged.
+        """
         contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._meet_partners(replica_shape)
-        # On other numbers of devices, or other axes, a program has other shapes.
+        # On other numbers of devices, or other axes, a program has other shapes: then hosts have none to compare.
         are_alike = len({(location.devices, location.axes) for location in locations}) == 1
-        typical = next(iter(replicas.values()), None) if are_alike else None
+        typical_replica = next(iter(replicas.values()), None) if are_alike else None
+        # Before the claims, whose size follows from what is compared here.
         if spec.name not in self._exchanged:
             self._compare_accumulations(
                 describe_accumulation(spec, replica_shape, zeros),
-                functools.partial(describe_programs, compute_fn, data, typical),
+                functools.partial(describe_programs, compute_fn, data, typical_replica),
                 spec,
             )
-        digest_read = find_digest_function(compute_fn, data, typical, spec.num_microbatches)
-        found = self._exchange_claims(contributions, digest_read)
+        digest_read = choose_digest_function(compute_fn, data, typical_replica, spec.num_microbatches)
+        claims = self._exchange_claims(contributions, digest_read)
         if self.watch is not None:
-            self.watch.look(spec, found.watched, self._exchange, self._prepare_links)
-        claims, has_limits = found.microbatches > 0, found.limits_digest != 0
+            self.watch.look(spec, claims.watched, self._exchange, self._prepare_links)
         formats = list_formats(spec, zeros)
-        agree = functools.partial(self._agree_on_limits, contributions, formats)
-        if not formats:
-            contributions.limits = NO_LIMITS
-        elif has_limits.any() and not has_limits.all():
-            self._agree_on_limits(contributions, formats, source=int(np.argmax(has_limits)))
-        elif not has_limits.any() and claims[:, FIRST_MICROBATCH].any():
-            agree()
-        speeds = self._speeds.choose(spec, found.seconds, locations)
-        assignment = assign_microbatches(locations, claims, speeds)
+        self._resume_limits(contributions, formats, claims)
+        speeds = self._speeds.choose(spec, claims.seconds, locations)
+        assignment = assign_microbatches(locations, claims.microbatches > 0, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
         audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._exchange)
         compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
         accumulator = MicrobatchAccumulator(compute, spec, data, self._hooks, self._turns, audits)
         accumulator.partners = self.partners
+        agree = functools.partial(self._agree_on_limits, contributions, formats)
         self._compute(accumulator, contributions, replicas, assignment, agree)
+        # Before the reduction: a wrong total must not come into the sum.
         if audits:
             self._audit(audits, accumulator, spec, assignment, replicas)
         self.owners, self.lone_microbatch = assignment.owners, accumulator.lone_microbatch
@@ -293,20 +269,38 @@ class Reducer:
             return total, []
         return total, list(itertools.compress(list_fixed_point_paths(spec, zeros), misfits))
 
+    def _resume_limits(
+        self, contributions: Contributions, formats: Sequence[FixedPointFormat], claims: Claims
+    ) -> None:
+        """Give all hosts the limits before anything is computed, if hosts have brought limits or microbatch 0 along."""
+        has_limits = claims.limits_digest != 0
+        if not formats:
+            contributions.limits = NO_LIMITS
+        elif has_limits.any():
+            # Totals are made with these already, the same on all hosts that have any (`Claims.drop_other_limits`). So a
+            # host without, which came later or lost its own, gets them too.
+            if not has_limits.all():
+                self._agree_on_limits(contributions, formats, source=int(np.argmax(has_limits)))
+        elif claims.microbatches[:, FIRST_MICROBATCH].any():
+            # The last generation ended between microbatch 0 and the agreement. Its host will not compute it again.
+            self._agree_on_limits(contributions, formats)
+        # Else microbatch 0 is computed in this generation, and the hosts agree after it: see `_compute`.
+
     def _agree_on_limits(
         self, contributions: Contributions, formats: Sequence[FixedPointFormat], source: int | None = None
     ) -> None:
         """Give all hosts the limits that one host has, `source`, or can choose because it has microbatch 0."""
-        mine = np.zeros(len(formats), np.int32)
+        # One host has the limits and all others have zeros: so the sum is that host's limits, whichever host it is.
+        own_limits = np.zeros(len(formats), np.int32)
         if source is None:
-            found = contributions.find_first_exponents()
-            if found is not None:
-                mine = choose_limits(found, formats, contributions.spec.num_microbatches)
+            exponents = contributions.find_first_exponents()
+            if exponents is not None:
+                own_limits = choose_limits(exponents, formats, contributions.spec.num_microbatches)
         elif source == self._live.host_index:
             assert contributions.limits is not None
-            mine = contributions.limits
+            own_limits = contributions.limits
         # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
-        limits = np.array(self.all_reduce(mine))
+        limits = np.array(self.all_reduce(own_limits))
         self._hooks.hit_failpoint(FailPoint.BEFORE_LIMITS)
         self._hooks.raise_if_ended()
         contributions.start_totals(limits)
@@ -334,15 +328,15 @@ class Reducer:
     ) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
         exchange = self._exchange
-        found = None if exchange.num_hosts == 1 else find_differing_hosts(lines, describe(), exchange)
-        if found is None:
+        differing = None if exchange.num_hosts == 1 else find_differing_hosts(lines, describe(), exchange)
+        if differing is None:
             return
-        why = f"accumulate_microbatches {spec.name!r}: hosts accumulate different things: {found.why}"
-        if not found.has_majority:
+        why = f"accumulate_microbatches {spec.name!r}: hosts accumulate different things: {differing.why}"
+        if not differing.has_majority:
             raise CallerError(
                 f"{why}, and no more hosts do the one than the other. Every host must run the same"
             )
-        if exchange.host_index in found.hosts:
+        if exchange.host_index in differing.hosts:
             self._hooks.leave_job(f"{why} as on most hosts")
 
     def _exchange_claims(self, contributions: Contributions, digest_read: DigestFunction | None) -> Claims:
@@ -375,6 +369,7 @@ class Reducer:
         else:
             claims = Claims.make_empty(num_hosts, spec.num_microbatches)
         # All hosts decide this from the same table: a host whose claim is refused drops it without being told to.
+        # Limits first: a total that cannot be added must not keep another host's from being accepted.
         claims = claims.drop_other_limits()
         if not claims.limits_digest[host]:
             contributions.drop_totals()
@@ -406,16 +401,21 @@ class Reducer:
         assignment: Assignment,
         agree: Callable[[], None],
     ) -> None:
-        """Compute the microbatches of this host's replicas, each on a thread of its own if there are several."""
+        """Compute the microbatches of this host's replicas, each replica on a thread of its own if there are several.
+
+        While the limits are not known every host calls `agree` once, after the first microbatch of each of its
+        replicas. One of these is microbatch 0, as a replica computes a run of microbatches in order.
+        """
         started_s = time.monotonic()
         num_working = sum(bool(assignment.by_replica[number]) for number in replicas)
+        # This host has nothing to compute, but the others cannot agree without it.
         if contributions.limits is None and not num_working:
             agree()
         exchange = LimitExchange(max(num_working, 1), agree)
         calls = []
         for number, replica in replicas.items():
-            # A replica on one host continues the total of the replica that was in its place. Of a replica on several
-            # hosts, some may have dropped it: a new part.
+            # A replica on one host continues the total of the replica that was in its place. All hosts of a replica on
+            # several must have the same total, and some of them may have dropped the earlier one: a new part.
             part = len(calls) if replica.is_on_one_host else 1 + max(contributions.parts, default=-1)
             indexes = assignment.by_replica[number][: self._max_microbatches]
             calls.append(
@@ -427,12 +427,13 @@ class Reducer:
         else:
             # If one replica raises, leaving the block waits for the others: none writes to contributions afterwards.
             with ThreadPoolExecutor(len(calls), "resilient-jax-replica", mark_training_thread) as threads:
-                for done in [threads.submit(exchange.call, call) for call in calls]:
-                    done.result()
+                for future in [threads.submit(exchange.call, call) for call in calls]:
+                    future.result()
         # Without this the time measured below could be that of dispatching only.
         with worker_activity.task(WorkerTask.COMPUTE):
             jax.block_until_ready([part.total for part in contributions.parts.values()])
         counts = [len(assignment.by_replica[number]) for number in replicas]
+        # Without the exchange, in which a fast host waits for slow ones: it would look as slow as they are.
         taken_s = time.monotonic() - started_s - exchange.seconds
         self._speeds.add(contributions.spec.name, taken_s / sum(counts) if any(counts) else None)
         # The hosts of one replica wait for each other in each microbatch.
@@ -468,9 +469,10 @@ class Reducer:
         total = merge_totals(totals) if totals else start_total(spec, zeros, limits)
         if spec.reduction == "fast":
             return AllReduce(grid)(total), np.zeros(0, bool)
+        # How all addends fit their limits is known only now, and costs no collective of its own.
         fit = contributions.measure_fit(list_formats(spec, zeros))
-        found, fit = ExactReduce(grid)((total, fit), (zeros, fit), limits)
-        return found, find_misfits(np.asarray(fit))
+        result, fit = ExactReduce(grid)((total, fit), (zeros, fit), limits)
+        return result, find_misfits(np.asarray(fit))
 
 
 def _announce_reads(
@@ -484,9 +486,7 @@ def _announce_reads(
     all_indexes = range(spec.num_microbatches)
     next_step = distribute_microbatches(all_indexes, replica_speeds(assignment.locations, speeds))
 
-    def list_reads(
-        step: int, by_replica: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    def list_reads(step: int, by_replica: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, RowPart]]:
         for number, replica in replicas.items():
             for index in by_replica[number]:
                 yield step, index, replica.data_shard

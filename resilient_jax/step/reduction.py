@@ -41,7 +41,7 @@ from resilient_jax.step.host_grid import (
     cut_vector,
     group_by_dtype,
 )
-from resilient_jax.step.running_total import NO_LIMITS, find_format, is_exact, join_complex, read_total
+from resilient_jax.step.running_total import NO_LIMITS, choose_format, is_exact, join_complex, read_total
 
 Tree = TypeVar("Tree")
 WORD_BYTES = 4
@@ -100,9 +100,9 @@ class ExactReduce:
         """Return the sums of all hosts' totals, with the dtypes and shardings of the leaves of `like`.
 
         Args:
-            total: of this host, as `step.running_total` has it.
-            like: of the sums.
-            limits: of the leaves in fixed point.
+            total: this host's exact sums, see `step.running_total`.
+            like: arrays, or numbers, with the tree of the sums.
+            limits: int32[leaves in fixed point], the same on all hosts.
         """
         origins, treedef = jax.tree.flatten(like)
         parts = treedef.flatten_up_to(total)
@@ -119,17 +119,18 @@ class ExactReduce:
         integers, small, large = _group_parts(parts, self._grid.num_hosts)
         tables = [make_table([parts[i] for i in positions], self._grid) for positions in small]
         # What is kept in fixed point is added up like all other integers; the tables go with them.
-        found = self._add_integers([*(parts[i] for i in integers), *tables], limits)
+        sums_of_integers = self._add_integers([*(parts[i] for i in integers), *tables], limits)
         merged = [
             read_table(table, [parts[i] for i in positions], self._grid)
-            for positions, table in zip(small, found[len(integers) :], strict=True)
+            for positions, table in zip(small, sums_of_integers[len(integers) :], strict=True)
         ]
         merged += [self._merge_slices([parts[i] for i in positions]) for positions in large]
-        for position, one in zip(integers, found, strict=False):  # followed by the tables
-            parts[position] = one
+        # Not strict: the tables follow, and are read above.
+        for position, total in zip(integers, sums_of_integers, strict=False):
+            parts[position] = total
         for positions, sums in zip([*small, *large], merged, strict=True):
-            for position, one in zip(positions, sums, strict=True):
-                parts[position] = one
+            for position, total in zip(positions, sums, strict=True):
+                parts[position] = total
 
     def _add_integers(self, parts: Sequence[Any], limits: np.ndarray) -> list[jax.Array]:
         """Return the sums over hosts of integers, and of totals in fixed point, as floats."""
@@ -138,10 +139,11 @@ class ExactReduce:
         for positions in _group_integers(parts):
             group = [parts[i] for i in positions]
             packed = AllReduce(self._grid).add_packed(jax.tree.leaves(group))
-            mine = limits[np.isin(with_limits, positions)]
-            found = _read_packed(self._grid.local_mesh, tuple(map(_describe, group)))(packed, mine)
-            for position, one in zip(positions, found, strict=True):
-                sums[position] = one
+            group_limits = limits[np.isin(with_limits, positions)]
+            read = _read_packed(self._grid.local_mesh, tuple(map(_describe, group)))
+            group_sums = read(packed, group_limits)
+            for position, total in zip(positions, group_sums, strict=True):
+                sums[position] = total
         return sums
 
     def _restore(self, origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
@@ -216,7 +218,7 @@ def _describe(part: Any) -> tuple[tuple[int, ...], FixedPointFormat | None]:  # 
 
 
 def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
-    format = find_format(spec.reduction, spec.num_microbatches, leaf)
+    format = choose_format(spec.reduction, spec.num_microbatches, leaf)
     if format is None:
         return leaf
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
@@ -237,11 +239,11 @@ def _read_packed(local: Mesh, kinds: tuple[tuple[tuple[int, ...], FixedPointForm
     @functools.partial(jax.jit, out_shardings=everywhere)
     def read(flat: jax.Array, limits: jax.Array) -> list[jax.Array]:
         arrays = iter(cut_vector(jax.lax.with_sharding_constraint(flat, everywhere), shapes))
-        found = []
+        totals = []
         for (_, format), count in zip(kinds, counts, strict=True):
-            one = tuple(itertools.islice(arrays, count))
-            found.append(one[0] if format is None else FixedPointSum(one, format))
-        return read_total(found, limits)
+            integers = tuple(itertools.islice(arrays, count))
+            totals.append(integers[0] if format is None else FixedPointSum(integers, format))
+        return read_total(totals, limits)
 
     return read
 
@@ -290,12 +292,16 @@ def _make_merge_slices(mesh: Mesh, format: BinnedFormat) -> Any:  # noqa: ANN401
         # One collective for all: [hosts, words], a row for each host -> the rows that all hosts have for this one.
         rows = jax.lax.all_to_all(jnp.concatenate(words, axis=1), HOST_AXIS, 0, 0, tiled=True)
         ends = np.cumsum([part.shape[1] for part in words])
-        found = [
+        columns_of_hosts = [
             _from_words(part, column.dtype)
             for part, column in zip(jnp.split(rows, ends[:-1], axis=1), cut, strict=True)
         ]
         totals = [
-            BinnedSum(tuple(column[host] for column in found[:num_slots]), found[-1][host], format)
+            BinnedSum(
+                tuple(column[host] for column in columns_of_hosts[:num_slots]),
+                columns_of_hosts[-1][host],
+                format,
+            )
             for host in range(hosts)
         ]
         return read_binned(functools.reduce(merge_binned, totals))[None]

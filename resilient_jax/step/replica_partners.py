@@ -25,7 +25,7 @@ from resilient_jax.errors import PeerUnreachable, ResilientJaxError
 from resilient_jax.host_exchange import HostExchange, gather_mail_addresses
 from resilient_jax.ids import HostName, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
-from resilient_jax.jax_runtime.live_processes import find_seat
+from resilient_jax.jax_runtime.live_processes import get_seat
 from resilient_jax.step.assignment import ReplicaLocation
 from resilient_jax.step.replicas import Replica
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
@@ -34,10 +34,10 @@ from resilient_jax.transport.mail_service import MailService
 BEGINS: Final = b"begins"
 LEAVES: Final = b"leaves"
 PATIENCE_S: Final = 1.5
-"""For a partner's answer, once the generation has ended: one that is alive comes to its next program, or leaves the
-step. Less than `quiesce_timeout_s`, which leaves a worker out."""
+"""Time for a partner's answer, once the generation has ended: one that is alive comes to its next program, or leaves
+the step. It is less than `quiesce_timeout_s`, which leaves a worker out."""
 ORDER_PATIENCE_S: Final = 2.0
-"""Until this host, too, is told that the generation has ended, once a partner has left it."""
+"""Time until this host, too, is told that the generation has ended, once a partner has left it."""
 ORDER_CHECK_INTERVAL_S: Final = 0.005
 
 
@@ -58,8 +58,8 @@ class _Group:
     """The hosts of one replica of this host.
 
     Attributes:
-        number: of its shape, in the order in which the shapes came up: the same on all hosts.
-        seats: of its processes, this one's included.
+        number: position of its shape in the order in which the shapes came up: the same on all hosts.
+        seats: where its processes are in the world, this one included.
         partners: the indexes of the other hosts.
         num_begun: the programs of which this host has said that it begins them.
     """
@@ -74,13 +74,13 @@ class ReplicaPartners:
     """The other hosts of this host's replicas, in one generation.
 
     Args:
-        generation: its number.
+        generation: number that the keys of messages begin with, so that none is taken for one of another generation.
         hosts: the names of the live hosts.
-        host_index: of this host.
+        host_index: position of this host in `hosts`.
         open_mail: returns the mailbox of this process; called when the first replica spans hosts.
         wait_timeout_s: how long to wait for a partner at most.
         raise_if_ended: raises if the generation has ended.
-        cliques: of this process; None: failures do not spare any, so nothing is agreed on.
+        cliques: what knows the connections of this process; None: failures do not spare any, so nothing is agreed on.
 
     Attributes:
         span_hosts: whether any replica, of this host or another, spans several hosts.
@@ -119,9 +119,9 @@ class ReplicaPartners:
         """Meet the partners in replicas of a shape. For all hosts at once, in the first accumulation with that shape.
 
         Args:
-            locations: of all replicas.
-            replicas: of this host, by their numbers.
-            exchange: between all hosts.
+            locations: where all replicas are, by their numbers.
+            replicas: the ones that this host belongs to, by their numbers.
+            exchange: what all hosts take part in.
         """
         if all(len(location.host_indexes) == 1 for location in locations):
             return
@@ -136,7 +136,7 @@ class ReplicaPartners:
             indexes = locations[number].host_indexes
             self._groups[replica] = _Group(
                 number=len(self._prepared),
-                seats=frozenset(find_seat(device) for device in replica.mesh.devices.flat),
+                seats=frozenset(get_seat(device) for device in replica.mesh.devices.flat),
                 partners=tuple(index for index in indexes if index != self._host_index),
             )
         self._prepared.append(replicas)
@@ -151,21 +151,25 @@ class ReplicaPartners:
         group = self._groups.get(replica)
         if group is None or self._cliques is None:
             return collective_thread.run(program, *arguments)
+        # The last look: who has said that it begins must not leave before its partners have answered.
         self._raise_if_ended()
+        # Before the message, so that an interruption spares the clique from the moment that partners may use it.
         self._cliques.begin_program(group.seats)
         is_intact = False
         try:
             leaving = self._agree(group)
-            found = None if leaving else collective_thread.run(program, *arguments)
+            result = None if leaving else collective_thread.run(program, *arguments)
+            # Also if partners leave: then nobody has begun, and the clique is as it was.
             is_intact = True
         finally:
             self._cliques.end_program(is_intact=is_intact)
         if leaving:
             self._leave_with(leaving)
-        return found
+        return result
 
     def leave(self) -> None:
         """Tell the partners that this host begins no program any more in this generation."""
+        # The number of the next program: partners that wait for this host wait for that one.
         for group in self._groups.values():
             for partner in group.partners:
                 with contextlib.suppress(ResilientJaxError):  # it is dead, so it waits for nothing
@@ -175,6 +179,7 @@ class ReplicaPartners:
         """Return the partners that do not begin the next program; none: all begin it now."""
         program = group.num_begun
         group.num_begun += 1
+        # To all before any answer is awaited: two hosts that wait first would wait for each other.
         for partner in group.partners:
             self._send(group, program, partner, BEGINS)
         answers = {self._hosts[partner]: self._receive(group, program, partner) for partner in group.partners}

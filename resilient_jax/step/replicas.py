@@ -30,7 +30,7 @@ class Replica:
     """One replica that this host belongs to.
 
     Attributes:
-        mesh: its devices, with the axes of its shape; a microbatch's examples are sharded over the first.
+        mesh: devices with the axes of the replica's shape; a microbatch's examples are sharded over the first.
         data_shard: (k, n): this host has the k-th of n equal runs of rows of each microbatch.
     """
 
@@ -38,11 +38,11 @@ class Replica:
         self,
         devices: Sequence[Device],
         local: Sequence[Device],
-        part: tuple[int, int],
+        data_shard: tuple[int, int],
         axes: Mapping[str, int],
     ) -> None:
         self.mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
-        self.data_shard = part
+        self.data_shard = data_shard
         self._local = tuple(local)
         self._devices = frozenset(devices)
         self._replicated = NamedSharding(self.mesh, P())
@@ -68,11 +68,11 @@ class Replica:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 data = self._leaf_to_replica(jax.random.key_data(leaf))
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-            if (spec := self._find_local_spec(leaf)) is not None:
-                there = _shards_by_device(leaf)
-                parts = [there[device] for device in self.mesh.devices.flat]
+            if (spec := self._get_local_spec(leaf)) is not None:
+                by_device = _shards_by_device(leaf)
+                shards = [by_device[device] for device in self.mesh.devices.flat]
                 return jax.make_array_from_single_device_arrays(
-                    leaf.shape, NamedSharding(self.mesh, spec), parts
+                    leaf.shape, NamedSharding(self.mesh, spec), shards
                 )
         local = _replicate_on(leaf, self._local)
         return jax.make_array_from_single_device_arrays(local[0].shape, self._replicated, local)
@@ -82,11 +82,11 @@ class Replica:
         where = leaf.sharding
         if where.device_set != self._devices:
             return False
-        return self._find_local_spec(leaf) is None or (
+        return self._get_local_spec(leaf) is None or (
             isinstance(where, NamedSharding) and where.mesh == self.mesh
         )
 
-    def _find_local_spec(self, leaf: jax.Array) -> P | None:
+    def _get_local_spec(self, leaf: jax.Array) -> P | None:
         """Return the spec of a leaf on a mesh over this host's replicas, if sharded over a replica's axes only."""
         where = leaf.sharding
         if not isinstance(where, NamedSharding):
@@ -155,8 +155,8 @@ def _shards_by_device(leaf: jax.Array) -> dict[Device, jax.Array]:
 def _replicate_on(leaf: Any, devices: Sequence[Device]) -> list[jax.Array]:  # noqa: ANN401 - any array
     """Return a copy on each device, without a transfer where there is one already."""
     if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
-        there = _shards_by_device(leaf)
-        return [there[d] if d in there else jax.device_put(leaf, d) for d in devices]
+        by_device = _shards_by_device(leaf)
+        return [by_device[d] if d in by_device else jax.device_put(leaf, d) for d in devices]
     return [jax.device_put(leaf, device) for device in devices]
 
 
@@ -169,24 +169,24 @@ def build_replicas(
     """Return the replicas that this host belongs to, by their numbers.
 
     Args:
-        locations: of all replicas.
-        devices_by_host: of each live host.
-        host_index: of this host.
-        replica_shape: of all replicas.
+        locations: where all replicas are, by their numbers.
+        devices_by_host: all devices of each live host.
+        host_index: position of this host among the live ones.
+        replica_shape: what the locations follow from, the same on all hosts.
     """
-    found = {}
-    for number, seat in enumerate(locations):
-        if host_index not in seat.host_indexes:
+    replicas = {}
+    for number, location in enumerate(locations):
+        if host_index not in location.host_indexes:
             continue
-        width = seat.devices
-        local = list(devices_by_host[host_index])[seat.slot * width : (seat.slot + 1) * width]
+        width = location.devices
+        local = list(devices_by_host[host_index])[location.slot * width : (location.slot + 1) * width]
         # In the order of the hosts, so that the mesh is equal on all hosts of the replica.
         devices = (
             local
-            if len(seat.host_indexes) == 1
-            else [d for place in seat.host_indexes for d in devices_by_host[place][:width]]
+            if len(location.host_indexes) == 1
+            else [d for host in location.host_indexes for d in devices_by_host[host][:width]]
         )
-        part = (seat.host_indexes.index(host_index), len(seat.host_indexes))
-        own = replica_shape.for_host(len(devices_by_host[host_index]))
-        found[number] = Replica(devices, local, part, own.mesh_axes(len(devices)))
-    return found
+        data_shard = (location.host_indexes.index(host_index), len(location.host_indexes))
+        own_shape = replica_shape.for_host(len(devices_by_host[host_index]))
+        replicas[number] = Replica(devices, local, data_shard, own_shape.mesh_axes(len(devices)))
+    return replicas

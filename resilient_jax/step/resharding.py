@@ -39,10 +39,10 @@ class ShardGrid:
     """How one leaf is sharded: a grid of shards of one shape.
 
     Attributes:
-        shape: of the leaf; of a raveled one, of its padded vector.
-        shard_shape: of each shard.
-        shard_holders: of each shard, in C order, the number of a device that has it.
-        raveled_shape: of a raveled leaf the shape that it represents.
+        shape: the leaf's; if it is raveled, that of its padded vector.
+        shard_shape: the shards are equal, since axes divide the dims that they shard.
+        shard_holders: number of a device that has the shard, for each shard in C order.
+        raveled_shape: the shape that a raveled leaf represents; None: it is not raveled.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class ShardGrid:
         return joined[: math.prod(self.raveled_shape)].reshape(self.raveled_shape)
 
 
-def find_shard_grid(
+def compute_shard_grid(
     sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]
 ) -> ShardGrid | None:
     """Return how a leaf is sharded over `devices`, numbered in their order; None: together they lack a shard of it."""
@@ -91,20 +91,20 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
 
     Args:
         tree: arrays on one mesh over all live hosts.
-        local_sharding: of the copies: replicated over this host's devices.
+        local_sharding: how copies are placed: replicated over this host's devices.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_raveled)
-    found: list[Any] = [node.vector if is_raveled(node) else node for node in nodes]
+    copies: list[Any] = [node.vector if is_raveled(node) else node for node in nodes]
     for (_, is_here), members in _group_sharded(nodes, _locate).items():
-        grid = _grid(found[members[0][0]].sharding.mesh)
-        row = _pack(grid.local_mesh)([_stack(found[position], grid) for position, _ in members])
+        grid = _grid(copies[members[0][0]].sharding.mesh)
+        row = _pack(grid.local_mesh)([_stack(copies[position], grid) for position, _ in members])
         rows = row if is_here else grid.gather(_as_row(row, grid))
-        joined = _join(grid.local_mesh, tuple(pieces for _, pieces in members))(rows)
+        joined = _join(grid.local_mesh, tuple(shard_grid for _, shard_grid in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
-            found[position] = leaf
-    found = [replicate_over(leaf, local_sharding) for leaf in found]
-    jax.block_until_ready(found)
-    return jax.tree.unflatten(treedef, found)
+            copies[position] = leaf
+    copies = [replicate_over(leaf, local_sharding) for leaf in copies]
+    jax.block_until_ready(copies)
+    return jax.tree.unflatten(treedef, copies)
 
 
 def compile_replicate(tree: Any, grid: HostGrid, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
@@ -112,15 +112,15 @@ def compile_replicate(tree: Any, grid: HostGrid, check: CancellationCheck) -> No
 
     Args:
         tree: as `abstract_shards` returns it.
-        grid: of the hosts of its mesh.
+        grid: rows of the devices of the tree's mesh.
         check: raises if compiling is to end.
     """
     nodes, local = jax.tree.leaves(tree, is_leaf=is_raveled), grid.local_mesh
     # Not by `_locate`, which would keep what it finds for a mesh that may never be used.
     groups = _group_sharded(nodes, functools.partial(_locate_on, grid))
     for (dtype, is_here), members in groups.items():
-        pieces = tuple(pieces for _, pieces in members)
-        shapes = [one.shard_shape for one in pieces]
+        shard_grids = tuple(shard_grid for _, shard_grid in members)
+        shapes = [shard_grid.shard_shape for shard_grid in shard_grids]
         stacked = NamedSharding(local, P(LOCAL_AXIS))
         check()
         _pack(local).lower(
@@ -140,7 +140,7 @@ def compile_replicate(tree: Any, grid: HostGrid, check: CancellationCheck) -> No
             sharding=NamedSharding(local, P(None, LOCAL_AXIS)),
         )
         check()
-        _join(local, pieces).lower(rows).compile()
+        _join(local, shard_grids).lower(rows).compile()
 
 
 def _group_sharded(
@@ -156,9 +156,9 @@ def _group_sharded(
         leaf, shape = (node.vector, node.shape) if is_raveled(node) else (node, None)
         if leaf.sharding.is_fully_replicated and shape is None:
             continue
-        pieces, is_here = locate(leaf.sharding, leaf.shape)
-        pieces = dataclasses.replace(pieces, raveled_shape=shape)
-        groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
+        shard_grid, is_here = locate(leaf.sharding, leaf.shape)
+        shard_grid = dataclasses.replace(shard_grid, raveled_shape=shape)
+        groups.setdefault((leaf.dtype, is_here), []).append((position, shard_grid))
     return groups
 
 
@@ -170,12 +170,12 @@ def shard_tree(tree: Tree, placement: Placement, raveled: Sequence[bool] | None 
     Args:
         tree: arrays that are replicated over this host's devices, the same on every host.
         placement: on a mesh with devices, those of all live hosts.
-        raveled: of each leaf, in the tree's order, whether to return it raveled; None: no leaf.
+        raveled: whether to return a leaf raveled, for each leaf in the tree's order; None: no leaf.
     """
     assert isinstance(placement.mesh, Mesh), "a placement without devices is for traced programs"
     grid = _grid(placement.mesh)
     leaves, treedef = jax.tree.flatten(tree)
-    targets = _find_targets(tree, placement, raveled)
+    targets = _choose_targets(tree, placement, raveled)
     cuts = {position: target for position, target in enumerate(targets) if target.is_cut}
     here = tuple(grid.local_mesh.devices.flat)
     local = NamedSharding(grid.local_mesh, P())
@@ -205,12 +205,12 @@ def compile_shard(
 
     Args:
         tree: shapes, dtypes and shardings.
-        placement: on the mesh of the grid.
+        placement: one on the mesh of the grid.
         raveled: see `shard_tree`.
-        grid: of the hosts of the mesh.
+        grid: rows of the devices of that mesh.
         check: raises if compiling is to end.
     """
-    targets = _find_targets(tree, placement, raveled)
+    targets = _choose_targets(tree, placement, raveled)
     cuts = [(leaf, one) for leaf, one in zip(jax.tree.leaves(tree), targets, strict=True) if one.is_cut]
     if cuts:
         starts = [jax.ShapeDtypeStruct((grid.local_mesh.size, len(cut.shape)), np.int32) for _, cut in cuts]
@@ -223,24 +223,24 @@ def compile_shard(
 def abstract_shards(tree: Any, placement: Placement, raveled: Sequence[bool] | None = None) -> Any:  # noqa: ANN401 - trees
     """Return the shapes, dtypes and shardings of what `shard_tree` returns for a tree of these shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(tree)
-    found: list[Any] = []
-    for leaf, target in zip(leaves, _find_targets(tree, placement, raveled), strict=True):
+    shapes: list[Any] = []
+    for leaf, target in zip(leaves, _choose_targets(tree, placement, raveled), strict=True):
         array = jax.ShapeDtypeStruct(target.shape, leaf.dtype, sharding=target.sharding)
-        found.append(RaveledArray(array, leaf.shape) if target.is_vector else array)
-    return jax.tree.unflatten(treedef, found)
+        shapes.append(RaveledArray(array, leaf.shape) if target.is_vector else array)
+    return jax.tree.unflatten(treedef, shapes)
 
 
-def _find_targets(
+def _choose_targets(
     tree: Any,  # noqa: ANN401 - a tree
     placement: Placement,
     raveled: Sequence[bool] | None,
 ) -> list["_Target"]:
-    found = []
+    targets = []
     for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         is_vector = raveled is not None and raveled[position]
         sharding = placement(jax.tree_util.keystr(path), _ravel_abstract(leaf) if is_vector else leaf)
-        found.append(_Target.of(leaf.shape, sharding, is_vector=is_vector))
-    return found
+        targets.append(_Target.of(leaf.shape, sharding, is_vector=is_vector))
+    return targets
 
 
 def _ravel_abstract(leaf: Any) -> RaveledArray:  # noqa: ANN401 - an array or its shape
@@ -252,8 +252,8 @@ class _Target:
     """How `shard_tree` returns a leaf.
 
     Attributes:
-        sharding: of the leaf; of one to be raveled, of its vector.
-        shape: of the leaf; of one to be raveled, of its padded vector.
+        sharding: the leaf's; if it is to be raveled, that of its vector.
+        shape: the leaf's; if it is to be raveled, that of its padded vector.
         is_vector: whether the leaf is to be raveled.
     """
 
@@ -280,7 +280,7 @@ class _Target:
     @property
     def starts(self) -> dict[Device, tuple[int, ...]]:
         """The index at which each device's shard begins."""
-        return _find_starts(self.sharding, self.shape)
+        return _get_starts(self.sharding, self.shape)
 
 
 def replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
@@ -302,10 +302,10 @@ def replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
 def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
     """Return this host's shards of a leaf stacked along dim 0, each on its device."""
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-    pieces = [by_device[device] for device in grid.local_mesh.devices.flat]
-    first, *others = pieces[0].shape
+    shards = [by_device[device] for device in grid.local_mesh.devices.flat]
+    first, *others = shards[0].shape
     return jax.make_array_from_single_device_arrays(
-        (len(pieces) * first, *others), NamedSharding(grid.local_mesh, P(LOCAL_AXIS)), pieces
+        (len(shards) * first, *others), NamedSharding(grid.local_mesh, P(LOCAL_AXIS)), shards
     )
 
 
@@ -340,10 +340,10 @@ def _list_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device
 
 def _locate_on(grid: HostGrid, sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid, bool]:
     """Return a leaf's shards, and whether this host has all: then they are numbered by its devices alone."""
-    here = find_shard_grid(sharding, shape, list(grid.local_mesh.devices.flat))
+    here = compute_shard_grid(sharding, shape, list(grid.local_mesh.devices.flat))
     if here is not None:
         return here, True
-    everywhere = find_shard_grid(sharding, shape, list(grid.mesh.devices.flat))
+    everywhere = compute_shard_grid(sharding, shape, list(grid.mesh.devices.flat))
     assert everywhere is not None, "all devices of a mesh together have every shard"
     return everywhere, False
 
@@ -354,7 +354,7 @@ def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid,
     return _locate_on(_grid(sharding.mesh), sharding, shape)
 
 
-_find_starts = functools.cache(_list_starts)
+_get_starts = functools.cache(_list_starts)
 
 
 @functools.cache
@@ -367,9 +367,9 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
         out_specs=P(None, LOCAL_AXIS),
         check_vma=False,
     )
-    def pack(pieces: list[jax.Array]) -> jax.Array:
+    def pack(shards: list[jax.Array]) -> jax.Array:
         """Concatenate each device's shards, without communication."""
-        return jnp.concatenate([piece.reshape(-1) for piece in pieces])[None]
+        return jnp.concatenate([shard.reshape(-1) for shard in shards])[None]
 
     return pack
 
@@ -383,12 +383,12 @@ def _join(local: Mesh, leaves: tuple[ShardGrid, ...]) -> Any:  # noqa: ANN401 - 
         """Join the leaves from [hosts, devices x elements], which is sharded over this host's devices."""
         rows = jax.lax.with_sharding_constraint(rows, everywhere)  # once, and not for each leaf
         by_device = rows.reshape(rows.shape[0] * local.size, -1)
-        found, start = [], 0
-        for pieces in leaves:
-            size = math.prod(pieces.shard_shape)
-            found.append(pieces.join_shards(by_device[:, start : start + size]))
+        joined, start = [], 0
+        for shard_grid in leaves:
+            size = math.prod(shard_grid.shard_shape)
+            joined.append(shard_grid.join_shards(by_device[:, start : start + size]))
             start += size
-        return found
+        return joined
 
     return join
 
@@ -411,16 +411,16 @@ def _cut(local: Mesh, cuts: tuple[tuple[tuple[int, ...], tuple[int, ...], bool],
         check_vma=False,
     )
     def cut(leaves: list[jax.Array], starts: list[jax.Array]) -> list[jax.Array]:
-        found = []
+        shards = []
         for leaf, start, (shape, shard_shape, is_vector) in zip(leaves, starts, cuts, strict=True):
             whole = jnp.pad(leaf.reshape(-1), (0, shape[0] - leaf.size)) if is_vector else leaf
-            found.append(jax.lax.dynamic_slice(whole, list(start[0]), shard_shape))
-        return found
+            shards.append(jax.lax.dynamic_slice(whole, list(start[0]), shard_shape))
+        return shards
 
     return cut
 
 
 def clear_caches() -> None:
     """Drop every cached program, mesh and sharding, before their devices are destroyed."""
-    for cache in (_grid, _find_starts, _locate, _pack, _join, _cut):
+    for cache in (_grid, _get_starts, _locate, _pack, _join, _cut):
         cache.cache_clear()

@@ -33,7 +33,7 @@ from resilient_jax.step.fixed_point_sum import (
     FixedPointFormat,
     FixedPointSum,
     add_fixed_point,
-    find_exponent,
+    compute_exponent,
     read_fixed_point,
     to_fixed_point,
 )
@@ -55,8 +55,8 @@ def is_exact(leaf: object) -> bool:
 
 def list_formats(spec: AccumulationSpec, like: Tree) -> list[FixedPointFormat]:
     """Return the formats of the leaves in fixed point: of the sum of such a tree, of arrays or their shapes."""
-    found = (find_format(spec.reduction, spec.num_microbatches, leaf) for leaf in jax.tree.leaves(like))
-    return [format for format in found if isinstance(format, FixedPointFormat)]
+    formats = (choose_format(spec.reduction, spec.num_microbatches, leaf) for leaf in jax.tree.leaves(like))
+    return [format for format in formats if isinstance(format, FixedPointFormat)]
 
 
 def list_fixed_point_paths(spec: AccumulationSpec, like: Tree) -> list[str]:
@@ -64,22 +64,22 @@ def list_fixed_point_paths(spec: AccumulationSpec, like: Tree) -> list[str]:
     return [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree.leaves_with_path(like)
-        if isinstance(find_format(spec.reduction, spec.num_microbatches, leaf), FixedPointFormat)
+        if isinstance(choose_format(spec.reduction, spec.num_microbatches, leaf), FixedPointFormat)
     ]
 
 
-def find_format(
+def choose_format(
     reduction: Reduction,
     max_addends: int,
     leaf: Any,  # noqa: ANN401 - an array or its shape
 ) -> FixedPointFormat | BinnedFormat | None:
     """Return how the sum of such leaves is kept; None: as they are."""
     is_large = math.prod(leaf.shape) >= MIN_FIXED_POINT_SIZE and max_addends <= MAX_ADDENDS
-    return _find_format(leaf.dtype, max_addends, reduction, is_large)
+    return _choose_format(leaf.dtype, max_addends, reduction, is_large)
 
 
 @functools.cache  # for each leaf of each step
-def _find_format(
+def _choose_format(
     dtype: Any,  # noqa: ANN401 - what jnp takes for a dtype
     max_addends: int,
     reduction: Reduction,
@@ -93,9 +93,9 @@ def _find_format(
     return BinnedFormat.for_addends(real, max_addends)
 
 
-def find_exponents(spec: AccumulationSpec, microbatch: Tree) -> jax.Array:
-    """Return int32[leaves in fixed point] of a microbatch."""
-    return _make_find_exponents(spec.reduction, spec.num_microbatches)(microbatch)
+def compute_exponents(spec: AccumulationSpec, microbatch: Tree) -> jax.Array:
+    """Return int32[leaves in fixed point], how large a microbatch's elements are; see `compute_exponent`."""
+    return _make_compute_exponents(spec.reduction, spec.num_microbatches)(microbatch)
 
 
 def start_total(spec: AccumulationSpec, microbatch: Tree, limits: np.ndarray) -> Tree:
@@ -124,17 +124,17 @@ def start_total_of_hosts(tree: Tree) -> Tree:
 
 
 @functools.cache
-def _make_find_exponents(reduction: Reduction, max_addends: int) -> Any:  # noqa: ANN401 - a jitted function
+def _make_compute_exponents(reduction: Reduction, max_addends: int) -> Any:  # noqa: ANN401 - a jitted function
     @jax.jit
-    def find(microbatch: Tree) -> jax.Array:
-        found = []
+    def compute(microbatch: Tree) -> jax.Array:
+        exponents = []
         for leaf in jax.tree.leaves(microbatch):
-            format = find_format(reduction, max_addends, leaf)
+            format = choose_format(reduction, max_addends, leaf)
             if isinstance(format, FixedPointFormat):
-                found.append(find_exponent(split_complex(leaf).astype(format.float_dtype)))
-        return _stack(found)
+                exponents.append(compute_exponent(split_complex(leaf).astype(format.float_dtype)))
+        return _stack(exponents)
 
-    return find
+    return compute
 
 
 def _stack(exponents: list[jax.Array]) -> jax.Array:
@@ -148,7 +148,7 @@ def _make_start(reduction: Reduction, max_addends: int) -> Any:  # noqa: ANN401 
         limit = iter(limits)
 
         def start_leaf(leaf: jax.Array) -> Any:  # noqa: ANN401 - an exact sum or an array
-            format = find_format(reduction, max_addends, leaf)
+            format = choose_format(reduction, max_addends, leaf)
             if format is None:
                 # Never the user's own array: what is added later takes its memory.
                 return jnp.copy(leaf)
@@ -183,7 +183,7 @@ def _add_leaves(total: Tree, microbatch: Tree, limits: jax.Array) -> tuple[Tree,
         real = split_complex(leaf)
         if isinstance(into, BinnedSum):
             return add_binned(into, real)
-        exponents.append(find_exponent(real.astype(into.format.float_dtype)))
+        exponents.append(compute_exponent(real.astype(into.format.float_dtype)))
         return add_fixed_point(into, to_fixed_point(real, into.format, next(limit)))
 
     return jax.tree.map(add_leaf, total, microbatch, is_leaf=is_exact), _stack(exponents)
@@ -238,13 +238,12 @@ def compile_totals(spec: AccumulationSpec, microbatch: Tree, check: Callable[[],
     """Compile the programs of a replica's total, for the persistent cache.
 
     Args:
-        spec: of the accumulation.
         microbatch: shapes, dtypes and shardings of what is summed.
         check: raises if compiling is to end.
     """
     limits = np.zeros(len(list_formats(spec, microbatch)), np.int32)
     check()
-    _make_find_exponents(spec.reduction, spec.num_microbatches).lower(microbatch).compile()
+    _make_compute_exponents(spec.reduction, spec.num_microbatches).lower(microbatch).compile()
     check()
     start = _make_start(spec.reduction, spec.num_microbatches).lower(microbatch, limits)
     compiled = start.compile()
@@ -265,10 +264,9 @@ def compile_host_total(
     A host that has computed nothing, because it is slow beside the others, begins with an empty one.
 
     Args:
-        spec: of the accumulation.
         like: shapes, dtypes and shardings of the sums.
         check: raises if compiling is to end.
-        has_several: the host has several replicas, whose totals are merged.
+        has_several: whether the host has several replicas, whose totals are merged.
     """
     check()
     limits = np.zeros(len(list_formats(spec, like)), np.int32)

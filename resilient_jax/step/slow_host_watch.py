@@ -39,11 +39,11 @@ STEP_NUMBERS: Final = np.dtype(
 )
 """What a host tells of a step: half as long as the same numbers in msgpack."""
 WATCH_BYTES: Final = EXCHANGE_INTERVAL_STEPS * STEP_NUMBERS.itemsize + 3 * MAX_INTEGER_BYTES
-"""Of a `WatchReport` at most."""
+"""Size of a `WatchReport` at most."""
 UNUSUAL_ACCUMULATIONS: Final = 2
 """The first ones of a generation: they compile programs, or load them."""
 SlowdownEstimate = Callable[[Sequence[Finding], DevicesAfterLoss], Slowdown | None]
-"""What hosts that are slow, one finding for each, cost a step."""
+"""Returns what hosts that are slow, one finding for each, cost a step; None: it is not known."""
 _NO_WORK: Final = ReplicaWork(slot=0, microbatches=0, tokens=0.0, squares=0.0, seconds=0.0)
 
 
@@ -96,7 +96,7 @@ class SlowHostWatch:
     """Watches the hosts of one generation.
 
     Args:
-        judge: of the first host; None on all others.
+        judge: judges what all hosts have told, on the first host; None on all others.
         measure: measures the devices of this host.
     """
 
@@ -111,8 +111,8 @@ class SlowHostWatch:
         """Compare what accumulations of a name take only between hosts of a group, which do the same work.
 
         Args:
-            name: of the accumulations.
-            groups: by host, of all hosts of the generation.
+            name: what distinguishes these accumulations from others of the step.
+            groups: the name of each host's group, for all hosts of the generation.
         """
         if self._judge is not None:
             self._judge.set_groups(name, groups)
@@ -128,10 +128,9 @@ class SlowHostWatch:
         """Note what this host took for its microbatches of an accumulation, if it was an ordinary one.
 
         Args:
-            spec: of the accumulation.
             counts: how many each replica of this host computed; all may be 0.
-            seconds: from the first's begin to the last's end.
-            inputs: of all of them; none: the accumulation reads no data.
+            seconds: time from the begin of the first to the end of the last.
+            inputs: how each of them was read; none: the accumulation reads no data.
         """
         self._num_seen[spec.name] += 1
         # A step that is done again has begun with what was done of it before.
@@ -172,13 +171,14 @@ class SlowHostWatch:
         """Have judged what hosts have told each other, and measure what is to be measured. For all hosts at once.
 
         Args:
-            spec: of the accumulation that begins.
-            reports: of all hosts; (): nothing was told.
-            hosts: tell each other what they measure.
+            spec: the accumulation that begins.
+            reports: what each host has told; (): nothing was told.
+            hosts: the exchange in which they tell each other what they measure.
             prepare_links: prepares a measurement of the links of these hosts; None where links are not watched.
         """
         if hosts.num_hosts == 1 or not any(report.timings or report.due for report in reports):
             return
+        # Only the first host's report says anything, but all have it: so all enter the collectives below.
         due = functools.reduce(operator.or_, (report.due for report in reports))
         if self._judge is not None and due:
             self._judge.begin_measurement(due)
@@ -189,9 +189,9 @@ class SlowHostWatch:
         if Measurement.LINKS in due:
             assert prepare_links is not None, "only watched links are suspected"
             rounds = pair_hosts(hosts.num_hosts)
-            found = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
+            seconds = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
             if self._judge is not None:
-                self._judge.conclude_links(spec, rounds, found)
+                self._judge.conclude_links(spec, rounds, seconds)
         if self._judge is not None:
             self._judge.observe(spec, [decode_timings(report.timings) for report in reports])
 
@@ -225,8 +225,8 @@ def describe_work(counts: Sequence[int], seconds: float, inputs: Sequence[Microb
 
     Args:
         counts: how many microbatches each replica computed.
-        seconds: from the first's begin to the last's end.
-        inputs: of all of them.
+        seconds: time from the begin of the first to the end of the last.
+        inputs: how each of them was read.
     """
     num_working = sum(map(bool, counts))
     lengths = [one.lengths.astype(float) for one in inputs if one.lengths is not None]

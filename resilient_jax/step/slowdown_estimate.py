@@ -24,7 +24,7 @@ from resilient_jax.step.device_choice import choose_devices_to_leave_out, explai
 CAUSED_BY_HOST: Final = frozenset(
     {FindingKind.COMPUTE, FindingKind.MEMORY, FindingKind.INPUT, FindingKind.LINK}
 )
-"""What is slow of a host itself. What else there is may be the script, which any host in its place would run."""
+"""Kinds of slowness that a host has by itself. Others may be the script's, which any host in its place would run."""
 NO_SHARES: Final[Mapping[HostName, float]] = types.MappingProxyType({})
 
 
@@ -41,22 +41,22 @@ def estimate_slowdown(
     """Return what slow hosts cost; None: no host's own fault is known, or no sound host has told what its steps take.
 
     Args:
-        generation: in which the steps were.
+        generation: number of the generation that the steps were made in.
         hosts: in order of their indexes.
         findings: the hosts that are slow; one each.
-        timings: of the last steps, by host.
-        num_microbatches: of a step.
-        is_balanced: whether they are shared by speed.
+        timings: what the last steps took, by host.
+        num_microbatches: the number in each step.
+        is_balanced: whether microbatches are shared by speed.
         after_loss: what a host does with the devices that are left when others are taken out.
     """
     slow = {HostName(finding.host): finding for finding in findings}
     candidates = [host for host in hosts if host in slow and slow[host].kind in CAUSED_BY_HOST]
-    measured = {host: _find_microbatch_s(told) for host, told in zip(hosts, timings, strict=True)}
+    measured = {host: _compute_microbatch_s(told) for host, told in zip(hosts, timings, strict=True)}
     sound = [seconds for host, seconds in measured.items() if host not in slow and seconds > 0]
     if not candidates or not sound:
         return None
     usual_s = statistics.median(sound)
-    reduction_s = _measure_reduction_s(timings)
+    reduction_s = _compute_reduction_s(timings)
 
     def predict_s(
         present: Sequence[HostName],
@@ -75,7 +75,7 @@ def estimate_slowdown(
             1 / one if is_balanced else shares.get(host, 1.0)
             for host, one in zip(present, seconds, strict=True)
         ]
-        return _find_finish_s(num_microbatches, seconds, speeds) + _find_reduction_s(
+        return _compute_finish_s(num_microbatches, seconds, speeds) + _scale_reduction_s(
             reduction_s, slow, still_slow
         )
 
@@ -104,31 +104,31 @@ def _leave_out(slow: Mapping[HostName, Finding], host: HostName) -> dict[HostNam
 
 
 def _add_fewer_devices(
-    slowdown: Slowdown, found: Finding, after_loss: DevicesAfterLoss, find_speed: Callable[[float], float]
+    slowdown: Slowdown, found: Finding, after_loss: DevicesAfterLoss, predict_speed: Callable[[float], float]
 ) -> Slowdown:
     """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
 
     Args:
-        slowdown: without it.
-        found: about the slowest host.
-        after_loss: what it does with the devices that are left.
-        find_speed: gives the speed of the job if the host has this part of its usual speed.
+        slowdown: what they cost if no device is left out.
+        found: what was found about the slowest host.
+        after_loss: what the host does with the devices that are left.
+        predict_speed: gives the speed of the job if the host has this part of its usual speed.
     """
     slowdown = msgspec.structs.replace(slowdown, slow_devices=found.slow_devices)
     choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
     if choice is None:
         why = explain_all_devices(found.slow_devices, after_loss)
         return msgspec.structs.replace(slowdown, devices=found.slow_devices, why_all_devices=why)
-    return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=find_speed(choice.speed))
+    return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=predict_speed(choice.speed))
 
 
-def _find_microbatch_s(told: Sequence[StepTiming]) -> float:
+def _compute_microbatch_s(told: Sequence[StepTiming]) -> float:
     """Return what a microbatch takes on a host; 0: it has computed none."""
     works = [work for timing in told for work in timing.works if work.microbatches]
     return statistics.median(work.seconds / work.microbatches for work in works) if works else 0.0
 
 
-def _measure_reduction_s(timings: Sequence[Sequence[StepTiming]]) -> float:
+def _compute_reduction_s(timings: Sequence[Sequence[StepTiming]]) -> float:
     """Return what reductions take after the last host has come to them; 0: not known."""
     waits = [
         min(found)
@@ -138,13 +138,13 @@ def _measure_reduction_s(timings: Sequence[Sequence[StepTiming]]) -> float:
     return statistics.median(waits) if waits else 0.0
 
 
-def _find_finish_s(num_microbatches: int, seconds: Sequence[float], speeds: Sequence[float]) -> float:
+def _compute_finish_s(num_microbatches: int, seconds: Sequence[float], speeds: Sequence[float]) -> float:
     """Return when the last host is done, from the seconds of a microbatch on each, and by what they are shared."""
     shares = share_tasks(num_microbatches, speeds)
     return max(share * one for share, one in zip(shares, seconds, strict=True))
 
 
-def _find_reduction_s(
+def _scale_reduction_s(
     measured_s: float, slow: Mapping[HostName, Finding], still_slow: Mapping[HostName, Finding]
 ) -> float:
     """Return what a reduction takes if only `still_slow` links are slow; the slowest one sets its time."""

@@ -71,7 +71,7 @@ def open_batches(data: object) -> BatchSource:
     """Return the source of microbatches for what a user gives as data.
 
     Raises:
-        CallerError: it is no function of (step, index), no `MicrobatchData` and no `Prefetcher`.
+        CallerError: the data are no function of (step, index), no `MicrobatchData` and no `Prefetcher`.
     """
     if isinstance(data, type) or data is None:
         found = describe_value(data)
@@ -95,7 +95,7 @@ def check_loss_function(loss_fn: object) -> None:
     """Refuse what is no function, or cannot be kept with its programs.
 
     Raises:
-        CallerError: it is not callable, or not hashable.
+        CallerError: the loss function is not callable, or not hashable.
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise CallerError(f"loss_fn: found {describe_value(loss_fn)}, {EXPECTED_LOSS}")
@@ -114,9 +114,9 @@ class ValueAndGrad:
         loss_fn: `loss_fn(params, batch, *args)`, with a parameter of `KEY_NAMES` for random numbers if it likes.
         batches: where microbatches come from.
         accumulate: `accumulate(compute, zeros)` returns the sum over all microbatches of the step.
-        num_microbatches: in a step.
+        num_microbatches: the number in each step.
         has_aux: as for `jax.value_and_grad`.
-        seed: of the random numbers.
+        seed: what all keys of random numbers are made of, with step and index.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class ValueAndGrad:
         _check_params(params)
         key_name = find_key_name(self._loss_fn, 2 + len(args), EXPECTED_LOSS)
         programs = _make_programs(self._loss_fn, key_name, self._has_aux)
-        like = self._find_shapes(programs, params, args), params
-        sharding = _find_local_sharding(params)
+        like = self._compute_shapes(programs, params, args), params
+        sharding = _choose_loss_sharding(params)
         zeros = (
             jax.tree.map(lambda leaf: _make_zeros(leaf, sharding), like[0]),
             jax.tree.map(lambda leaf: _make_zeros(leaf, leaf.sharding), params),
@@ -168,17 +168,19 @@ class ValueAndGrad:
         value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
         return (value if self._has_aux else value[0]), gradients
 
-    def _find_shapes(self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
+    def _compute_shapes(
+        self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
+    ) -> tuple[Tree, Tree]:
         """Return the shapes of (loss, aux), as `_Programs.compute` gives them; `aux` is () without."""
         loss = WeightedMean(*[jax.ShapeDtypeStruct((), jnp.float32)] * 2)
         if not self._has_aux:
             return loss, ()
         # Only the loss function says which auxiliary output it has: it is traced with the shapes of a microbatch.
-        example = self._find_example()
+        example = self._describe_example()
         (_, aux), _ = jax.eval_shape(programs.differentiate, params, args, example, jax.random.key(0))
         return loss, aux
 
-    def _find_example(self) -> Tree:
+    def _describe_example(self) -> Tree:
         """Return the shapes of a microbatch. It is read, once in a generation: the same one on all hosts."""
         if self._example is None:
             batch = self._batches.get(0, 0, ALL_ROWS)
@@ -203,7 +205,7 @@ class ValueAndGrad:
             return programs.compute(*arguments, mesh=replica.mesh.abstract_mesh)
 
         def trace(replica: Replica) -> core.ClosedJaxpr:
-            batch = replica.describe_batch(self._find_example())
+            batch = replica.describe_batch(self._describe_example())
             arguments = list_arguments(replica, batch, 0, 0)
             return programs.compute.trace(*arguments, mesh=replica.mesh.abstract_mesh).jaxpr
 
@@ -226,8 +228,8 @@ class _Programs:
         """Return ((loss, aux), gradients) of one microbatch: a `WeightedMean`; `aux` is () without."""
 
         def loss_of(params: Tree) -> tuple[WeightedMean, Tree]:
-            found = call_with_key(self._loss_fn, self._key_name, key, params, batch, *args)
-            loss, aux = _check_result(found, self._has_aux)
+            result = call_with_key(self._loss_fn, self._key_name, key, params, batch, *args)
+            loss, aux = _check_result(result, self._has_aux)
             self._note_kind(loss)
             return (loss if isinstance(loss, WeightedMean) else WeightedMean(loss, jnp.float32(1))), aux
 
@@ -254,8 +256,8 @@ class _Programs:
         *,
         mesh: AbstractMesh,
     ) -> Tree:
-        found = self._differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
-        wide = jax.tree.map(lambda leaf: leaf.astype(_widen(leaf.dtype)), found)
+        result = self._differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
+        wide = jax.tree.map(lambda leaf: leaf.astype(_widen(leaf.dtype)), result)
         # Without the constraint the compiler may shard results as batches are sharded.
         return jax.lax.with_sharding_constraint(wide, NamedSharding(mesh, P()))
 
@@ -306,8 +308,8 @@ def _check_params(params: Tree) -> None:
             )
 
 
-def _check_result(found: Any, has_aux: bool) -> tuple[jax.Array | WeightedMean, Tree]:  # noqa: ANN401 - the result of a user's function
-    is_pair = isinstance(found, tuple) and len(found) == 2
+def _check_result(result: Any, has_aux: bool) -> tuple[jax.Array | WeightedMean, Tree]:  # noqa: ANN401 - the result of a user's function
+    is_pair = isinstance(result, tuple) and len(result) == 2
     if is_pair != has_aux:
         remedy = (
             "give has_aux=True; a sum and its weight are rj.WeightedMean(total, weight)"
@@ -315,10 +317,10 @@ def _check_result(found: Any, has_aux: bool) -> tuple[jax.Array | WeightedMean, 
             else "return (loss, aux), or leave has_aux out"
         )
         raise CallerError(
-            f"loss_fn: found {'a pair' if is_pair else describe_value(found)} as its result, with has_aux={has_aux}: "
+            f"loss_fn: found {'a pair' if is_pair else describe_value(result)} as its result, with has_aux={has_aux}: "
             f"{remedy}"
         )
-    loss, aux = found if has_aux else (found, ())
+    loss, aux = result if has_aux else (result, ())
     aux = jax.tree_util.tree_map_with_path(_read_aux, aux, is_leaf=is_weighted)
     if isinstance(loss, WeightedMean):
         return read_weighted_mean(loss, "loss_fn"), aux
@@ -343,7 +345,7 @@ def _get_mean(leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape, or a `
     return leaf.total if isinstance(leaf, WeightedMean) else leaf
 
 
-def _find_local_sharding(params: Tree) -> Sharding:
+def _choose_loss_sharding(params: Tree) -> Sharding:
     """Return where the loss goes: replicated over the devices of the first parameter."""
     where = jax.tree.leaves(params)[0].sharding
     return NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where

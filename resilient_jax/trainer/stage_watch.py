@@ -41,7 +41,7 @@ from resilient_jax.protocol.state_records import StageLoss, StageOutlook
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.batch_source import MicrobatchInput
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS
-from resilient_jax.step.link_speed import find_exchange_bytes
+from resilient_jax.step.link_speed import choose_exchange_bytes
 from resilient_jax.step.slow_host_watch import UNUSUAL_ACCUMULATIONS
 from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.trainer.stage_axes import FewerDevices
@@ -247,7 +247,7 @@ class StageWatch:
 
     def _prepare_links(self, rounds: Sequence[Pairs]) -> MailExchanges:
         world = self._placement.world
-        size = find_exchange_bytes(jax.local_devices()[0].platform)
+        size = choose_exchange_bytes(jax.local_devices()[0].platform)
         return MailExchanges(self._worker.make_mail(), world.hosts, world.host_index, rounds, size)
 
     def _describe_step(self, step: int) -> AccumulationSpec:

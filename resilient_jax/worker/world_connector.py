@@ -19,7 +19,7 @@ from resilient_jax.jax_runtime.distributed import (
     WorldConnection,
     connect,
     disconnect,
-    find_peer_listeners,
+    read_peer_listeners,
 )
 from resilient_jax.jax_runtime.failures import FormingFailed
 from resilient_jax.jax_runtime.live_nodes import end_waiting_threads, interrupt_meeting, meet_members
@@ -167,7 +167,7 @@ class WorldConnector:
             )
         unknown = [seat for seat in seats if seat not in self._known_seats]
         if unknown and generation.service_address:
-            listeners = find_peer_listeners(unknown, connection.place.seat, LISTENER_TIMEOUT_S)
+            listeners = read_peer_listeners(unknown, connection.place.seat, LISTENER_TIMEOUT_S)
             gloo = dataclasses.replace(
                 connection.gloo, peer_listeners=connection.gloo.peer_listeners | listeners
             )

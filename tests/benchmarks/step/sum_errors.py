@@ -10,7 +10,7 @@ from resilient_jax.step.assignment import AccumulationSpec, Reduction
 from resilient_jax.step.fixed_point_sum import choose_limits, find_misfits, measure_fit
 from resilient_jax.step.running_total import (
     add_to_total,
-    find_exponents,
+    compute_exponents,
     list_formats,
     read_total,
     start_total,
@@ -97,7 +97,7 @@ def _make_spec(addends: int, reduction: Reduction) -> AccumulationSpec:
 def _add_up(spec: AccumulationSpec, parts: list[dict[str, np.ndarray]]) -> tuple[Any, np.ndarray]:
     """Return the sums, and of each array in fixed point whether its sum would be made again."""
     formats = list_formats(spec, parts[0])
-    exponents = [np.asarray(find_exponents(spec, part)) for part in parts]
+    exponents = [np.asarray(compute_exponents(spec, part)) for part in parts]
     limits = choose_limits(exponents[0], formats, spec.num_microbatches)
     total = start_total(spec, {name: jnp.asarray(leaf) for name, leaf in parts[0].items()}, limits)
     for part in parts[1:]:

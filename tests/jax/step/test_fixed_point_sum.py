@@ -21,7 +21,7 @@ from resilient_jax.step.fixed_point_sum import (
     FixedPointSum,
     add_fixed_point,
     choose_limits,
-    find_exponent,
+    compute_exponent,
     find_misfits,
     measure_fit,
     read_fixed_point,
@@ -30,7 +30,7 @@ from resilient_jax.step.fixed_point_sum import (
 from resilient_jax.step.running_total import (
     NO_LIMITS,
     add_to_total,
-    find_exponents,
+    compute_exponents,
     is_exact,
     list_formats,
     merge_totals,
@@ -39,7 +39,7 @@ from resilient_jax.step.running_total import (
 )
 
 SIZE = 64
-find = jax.jit(find_exponent)
+find = jax.jit(compute_exponent)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -207,7 +207,7 @@ def ratio_of_errors(parts, is_zero_at_first):
         for index, part in enumerate(parts)
     ]
     formats = list_formats(spec, addends[0])
-    found = [np.asarray(find_exponents(spec, addend)) for addend in addends]
+    found = [np.asarray(compute_exponents(spec, addend)) for addend in addends]
     limits = choose_limits(found[0], formats, count)
     assert not find_misfits(measure_fit(np.array(found), limits, formats)).any()
     total, ordered = start_total(spec, addends[0], limits), np.asarray(addends[0]["this"])
@@ -265,13 +265,13 @@ def test_a_tree_of_all_kinds_has_the_same_bits_wherever_its_microbatches_are():
     spec = AccumulationSpec(name="", step=0, num_microbatches=count, reduction="exact")
     parts = [draw_microbatch(index) for index in range(count)]
     formats = list_formats(spec, parts[0])
-    limits = choose_limits(np.asarray(find_exponents(spec, parts[0])), formats, count)
+    limits = choose_limits(np.asarray(compute_exponents(spec, parts[0])), formats, count)
 
     def total_of(indexes):
         total = start_total(spec, jax.tree.map(jnp.zeros_like, parts[0]), limits)
         for index in indexes:
             total, exponents = add_to_total(total, parts[index], limits, donate=True)
-            assert np.array_equal(exponents, find_exponents(spec, parts[index]))
+            assert np.array_equal(exponents, compute_exponents(spec, parts[index]))
         return total
 
     alone = total_of(range(count))
@@ -312,4 +312,4 @@ def test_only_the_exact_reduction_has_limits():
     for reduction, count in (("exact", 1), ("exact_wide", 0), ("fast", 0)):
         spec = AccumulationSpec(name="", step=0, num_microbatches=4, reduction=reduction)  # pyright: ignore[reportArgumentType]
         assert len(list_formats(spec, like)) == count
-        assert find_exponents(spec, like).shape == NO_LIMITS.shape if not count else (1,)
+        assert compute_exponents(spec, like).shape == NO_LIMITS.shape if not count else (1,)

@@ -19,7 +19,7 @@ from resilient_jax.step.resharding import (
     abstract_shards,
     compile_replicate,
     compile_shard,
-    find_shard_grid,
+    compute_shard_grid,
     replicate_tree,
     shard_tree,
 )
@@ -143,7 +143,7 @@ def test_shards_of_any_devices_that_cover_a_leaf_join_to_it(data, name):
     leaf = np.arange(8 * 16 * 8, dtype=np.float32).reshape(8, 16, 8)
     sharding = NamedSharding(mesh, P(*cuts))
     devices = data.draw(st.permutations(jax.devices()))[: data.draw(st.integers(1, 8))]
-    grid = find_shard_grid(sharding, leaf.shape, devices)
+    grid = compute_shard_grid(sharding, leaf.shape, devices)
     index = sharding.devices_indices_map(leaf.shape)
     covered = np.zeros(leaf.shape, bool)
     for device in devices:

@@ -154,7 +154,7 @@ def begin(members: list[int]) -> dict:
     seats = tuple(Seat(member) for member in members)
     live_processes.set_members(seats)
     gloo = dataclasses.replace(
-        connection.gloo, peer_listeners=distributed.find_peer_listeners(seats, connection.place.seat, 10)
+        connection.gloo, peer_listeners=distributed.read_peer_listeners(seats, connection.place.seat, 10)
     )
     state["cliques"].begin(seats)
     state["connection"] = dataclasses.replace(connection, gloo=gloo)
@@ -244,7 +244,7 @@ def reduce_in_replica(seats: list[int]) -> dict:
     replica = frozenset(Seat(seat) for seat in seats)
     cliques.begin_program(replica, gloo)
     try:
-        devices = [device for device in jax.devices() if live_processes.find_seat(device) in replica]
+        devices = [device for device in jax.devices() if live_processes.get_seat(device) in replica]
         found = {"total": total(array_over(devices), devices)}
         is_intact = True
     finally:

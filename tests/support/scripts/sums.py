@@ -21,7 +21,7 @@ from resilient_jax.step.fixed_point_sum import choose_limits, find_misfits, meas
 from resilient_jax.step.host_grid import HostGrid
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.step.reduction import AllReduce, ExactReduce
-from resilient_jax.step.running_total import add_to_total, find_exponents, list_formats, start_total
+from resilient_jax.step.running_total import add_to_total, compute_exponents, list_formats, start_total
 
 SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "large": (40, 50), "empty": (0, 4)}
 DTYPES = (np.float32, jnp.bfloat16, np.complex64, np.int32)
@@ -60,7 +60,7 @@ def train(world: rj.World) -> None:
     for owners, place, reduction in itertools.product(OWNERS, (whole, here), ("exact", "exact_wide")):
         spec = AccumulationSpec(name="", step=0, num_microbatches=len(owners), reduction=reduction)
         limits = choose_limits(
-            np.asarray(find_exponents(spec, part_of(0))), list_formats(spec, part_of(0)), len(owners)
+            np.asarray(compute_exponents(spec, part_of(0))), list_formats(spec, part_of(0)), len(owners)
         )
         like = jax.device_put(part_of(0), place)
         mine = [index for index, owner in enumerate(owners) if owner == world.host_index]
@@ -130,7 +130,7 @@ class Hooks:
 def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:
     """A step is resumed in which some hosts have a total, or a microbatch that waits for the limits, or nothing."""
     spec = AccumulationSpec(name="resumed", step=1, num_microbatches=7, reduction="exact")
-    first = np.asarray(find_exponents(spec, part_of(0)))
+    first = np.asarray(compute_exponents(spec, part_of(0)))
     limits = choose_limits(first, list_formats(spec, part_of(0)), 7)
     alone = total_of(spec, range(7), like, limits)
     expected = ExactReduce(HostGrid(world.local_devices, world.host_index))(alone, like, limits)
@@ -143,7 +143,7 @@ def check_resumed(world: rj.World, like: dict[str, jax.Array]) -> None:
     ):
         kept = Contributions(spec)
         kind, indexes = cases.get(world.host_index, ("nothing", ()))
-        exponents = tuple(find_exponents(spec, part_of(index)) for index in indexes)
+        exponents = tuple(compute_exponents(spec, part_of(index)) for index in indexes)
         if kind == "total":
             kept.limits = limits
             kept.parts[0] = Contribution(total_of(spec, indexes, like, limits), frozenset(indexes), exponents)
