@@ -39,10 +39,10 @@ class HostOrder:
     """What is to be done.
 
     Attributes:
-        run_directory: of the job; None: the job is named by its store.
-        action: one of `ACTIONS`.
-        host: to which host; empty for `list`.
-        device: to which device of it, by number; None: to the host itself.
+        run_directory: folder of the job; None: the job is named by its store.
+        action: `list`, `clear` or `drain`.
+        host: host that the action is for; empty for `list`.
+        device: number of the device that the action is for, from 0; None: the action is for the host itself.
     """
 
     run_directory: Path | None
@@ -95,7 +95,7 @@ def parse_order(words: Sequence[str], *, has_folder: bool) -> HostOrder:
         has_folder: whether the job is named by its run folder.
 
     Raises:
-        CallerError: there are too few or too many, or there is no such action.
+        CallerError: there are too few or too many words, or there is no such action.
     """
     rest = list(words[1:] if has_folder else words)
     action = rest[0] if rest else ""
@@ -207,9 +207,9 @@ def describe_quarantine(
     """Return a line for each host and device in quarantine, such as "host-2: for 3540 s more: the worker died 6 times".
 
     Args:
-        records: of hosts.
+        records: hosts in quarantine.
         now_s: the wall clock, in seconds since 1970.
-        devices: records of devices; a line begins with host-2:0.
+        devices: devices in quarantine, whose lines begin with a label such as host-2:0.
     """
     if not records and not devices:
         return "no host or device is in quarantine"

@@ -35,9 +35,9 @@ class KillTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be killed.
 
     Attributes:
-        run_directory: of the job; None: the job is named by its store.
+        run_directory: folder of the job; None: the job is named by its store.
         component: the kind of processes.
-        host: whose; `leader` for the one that leads, and for its service.
+        host: host of these processes; `leader`: the one that leads, and its service.
     """
 
     run_directory: Path | None
@@ -95,7 +95,7 @@ def parse_target(words: Sequence[str], *, has_folder: bool) -> KillTarget:
         has_folder: whether the job is named by its run folder.
 
     Raises:
-        CallerError: there are too few or too many, or there is no such part.
+        CallerError: there are too few or too many words, or there is no such part.
     """
     expected = "RUN_DIR PART [HOST]" if has_folder else "PART [HOST] beside --store and --job"
     rest = list(words[1:] if has_folder else words)

@@ -342,8 +342,8 @@ def _read_script_errors(directory: Path, hosts: Iterable[HostName], since_s: flo
     """Return the newest error of each host's script, with its complete traceback.
 
     Args:
-        directory: the run directory.
-        hosts: the job's.
+        directory: the run folder.
+        hosts: all hosts of the job.
         since_s: wall time of the job's start; an earlier job may have run in the directory.
     """
     errors: dict[HostName, str] = {}

@@ -143,11 +143,10 @@ def check_spares(option: str, spares: int, hosts: int, config: JobConfig, platfo
     """Check that a job can have so many spares.
 
     Args:
-        option: that asks for them, for the error.
-        spares: known to this command; an agent knows of itself.
-        hosts: of the job that are no spares.
-        config: of the job.
-        platform: of its workers; None: not known.
+        option: name of the option that asks for spares, for the error.
+        spares: spares that this command knows of; an agent knows of itself alone.
+        hosts: hosts of the job that are no spares.
+        platform: what workers run on; None: not known.
 
     Raises:
         CallerError: the job has one host, or fewer seats than spares.

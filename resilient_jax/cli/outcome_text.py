@@ -18,9 +18,8 @@ def describe_for_launch(outcome: JobOutcome, directory: Path, errors: Mapping[Ho
     """Return how the job ended, with the error of a script that failed as its last lines.
 
     Args:
-        outcome: the job's.
-        directory: of logs and events.
-        errors: what the scripts of the hosts failed with, as they report it.
+        directory: folder of logs and events.
+        errors: what the scripts of the hosts failed with, as these report it.
     """
     if outcome.kind is JobOutcomeKind.DONE:
         return f"{describe_outcome(outcome)}; logs and events: {directory}"

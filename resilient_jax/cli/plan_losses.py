@@ -50,11 +50,11 @@ class DecidedChange:
 
     Attributes:
         when: such as "when host-7 is back with 4 devices"; empty: at once.
-        choice: of the policy.
-        before_s: a step before the loss, in seconds.
-        after: of the actions that are possible, the plan that runs then; of others none.
+        choice: what the policy chose, with all options.
+        before_s: seconds of a step before the loss.
+        after: the plan that runs after each action that is possible.
         estimate: what the loss makes of the plan; None: a spare makes up for it.
-        bytes_lost: of the state that only lost hosts held.
+        bytes_lost: size of the state that only lost hosts held.
     """
 
     when: str
@@ -75,9 +75,8 @@ class LossDecision:
     """What would be done after a loss.
 
     Attributes:
-        loss: the loss.
         changes: the decisions, in order; empty: the job stops.
-        why_stop: why no plan fits; empty: one does.
+        why_stop: why no plan fits; empty: a plan does.
     """
 
     loss: PossibleLoss
@@ -116,10 +115,10 @@ def decide_losses(
 
     Args:
         plan: the plan that runs.
-        topology: on which it runs.
+        topology: cluster that the plan runs on.
         after_loss: what a host does with the devices that are left; see `JobConfig`.
         has_spare: whether a host spares.
-        min_replicas: as of `replan`.
+        min_replicas: least number of replicas; see `replan`.
     """
     prices = price_job(JobHistory(), [HostName(host.name) for host in topology.hosts])
     job = _Job(plan, topology, prices, has_spare, min_replicas)

@@ -42,13 +42,12 @@ class BlockSums:
     """What one host has of the sums of a step, and how it gets the rest.
 
     Args:
-        host: this one.
-        pieces: of the model.
-        num_microbatches: of a step.
-        reduction: exact, or exact_wide, which are the same here.
+        pieces: all pieces of the model, by number.
+        num_microbatches: microbatches of one step, over all hosts.
+        reduction: exact or exact_wide, which are the same here.
 
     Attributes:
-        sharding: over this host's devices, of the sums. By default all are on the first one.
+        sharding: layout of the sums over this host's devices. By default all are on the first one.
     """
 
     def __init__(

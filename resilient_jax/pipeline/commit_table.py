@@ -31,9 +31,10 @@ class UnitRow(msgspec.Struct, frozen=True):
     """What a host says about a unit.
 
     Attributes:
-        unit: its number.
-        norm_squared: of the sum of gradients, divided by the number of microbatches; a float32.
-        digest: of the bits of the sums.
+        unit: number of the unit.
+        norm_squared: squared norm of the mean gradient, which is the sum divided by the number of microbatches; a
+            float32.
+        digest: BLAKE2b digest of the bits of all sums of the unit, 16 bytes.
     """
 
     unit: int
@@ -45,10 +46,11 @@ class HostRows(msgspec.Struct, frozen=True):
     """What a host says about a step.
 
     Attributes:
-        units: that it holds.
-        results: sums of results that it has: of loss and metrics, and of their weights.
-        report: what its tasks took, in a step in which hosts tell each other that; of no consequence for the table.
-        axes: sizes of those of its devices, on which the bits of norms depend.
+        units: a row for each unit that the host holds.
+        results: name to sum, of the scalar results that the host has: loss and metrics, and their weights.
+        report: what the tasks of the host took; None in a step in which hosts do not tell that. The table does not
+            depend on it.
+        axes: sizes of the axes of the host's device mesh, on which the bits of norms depend.
     """
 
     units: tuple[UnitRow, ...]
@@ -61,11 +63,12 @@ class CommitTable(msgspec.Struct, frozen=True):
     """What all hosts say about a step.
 
     Attributes:
-        divisor: what sums of gradients are divided by, a float32: the number of microbatches, or of a loss that is a
-            `WeightedMean` what `read_divisor` makes of its weight. Only a host with the last block knows that before.
-        norm: of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
-        loss: mean of the step, a float32.
-        results: means of the loss and of other scalar results, by path.
+        divisor: float32 that sums of gradients are divided by: the number of microbatches, or what `read_divisor` makes
+            of the loss's weight if the loss is a `WeightedMean`. Before the exchange only hosts with the last block
+            know that weight.
+        norm: norm of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
+        loss: mean loss of the step, a float32.
+        results: path to mean, of the loss and of other scalar results.
     """
 
     divisor: float
@@ -84,11 +87,11 @@ def make_rows(
     """Return the rows of this host.
 
     Args:
-        sums: of the step.
-        gradients: the sums of each unit that it holds, by number and name; of variables, too.
-        num_microbatches: that are in the sums.
-        report: of its tasks, if they are told in this step.
-        axes: sizes of those of its devices.
+        sums: all sums of the step that this host needs.
+        gradients: by unit number and name, the sums of each unit that this host holds; also those of variables.
+        num_microbatches: how many microbatches each sum is over.
+        report: what the tasks of this host took; None in a step in which hosts do not tell that.
+        axes: sizes of the axes of this host's device mesh.
     """
     units, changed = [], sums.list_changed()
     for number, found in sorted(gradients.items()):
@@ -108,8 +111,8 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
     """Return what follows from the rows of all hosts.
 
     Args:
-        rows: of each host.
-        num_microbatches: that are in the sums.
+        rows: one entry for each living host.
+        num_microbatches: how many microbatches each sum is over.
 
     Raises:
         SumsDiffer: two hosts have different sums of one unit, or of one result.

@@ -41,13 +41,12 @@ class PipelineShape(msgspec.Struct, frozen=True, kw_only=True):
     """What a division of layers follows from, beside speeds.
 
     Attributes:
-        hosts: of the generation, in the order in which they make replicas.
+        hosts: members of the generation, in the order in which they make replicas.
         block_costs: the relative time of each block.
-        num_stages: hosts of a replica.
-        num_microbatches: of a step.
-        schedule: of the job.
+        num_stages: hosts of one replica.
+        num_microbatches: microbatches of one step, over all replicas.
         is_balanced: whether replicas share microbatches by speed.
-        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
+        device_speeds: speed of each host that has fewer devices than others, as a fraction of the others' speed.
     """
 
     hosts: tuple[HostName, ...]
@@ -72,13 +71,12 @@ def estimate_pipeline_slowdown(
     """Return what slow hosts, or layers divided as if hosts were slow, cost; None: nothing is slow, or not known.
 
     Args:
-        generation: in which tasks were measured.
-        shape: of the pipeline.
-        findings: the hosts that are slow; one each.
+        generation: generation in which tasks were measured.
+        findings: one for each slow host.
         present: the speeds by which layers are divided.
-        measured: what tasks take on every host.
+        measured: seconds of tasks on every host; nothing is known while those of one host are missing.
         leave_out: says what the slowest host would do without slow devices.
-        find_growth: returns how many times as long steps take as before a step.
+        find_growth: returns how many times as long steps take now as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
     growths = {
@@ -127,10 +125,9 @@ def _add_fewer_devices(
     """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
 
     Args:
-        slowdown: without it.
+        slowdown: what is known so far, without that speed.
         finding: about the slowest host.
-        choice: of its devices; or why it keeps all of them.
-        speeds: of the pipeline.
+        choice: devices that the slowest host does without; or why it keeps all of them.
     """
     slowdown = msgspec.structs.replace(
         slowdown, devices=finding.slow_devices, slow_devices=finding.slow_devices
@@ -146,12 +143,11 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
     """The speeds of a pipeline, as parts of that with all hosts and links sound.
 
     Attributes:
-        shape: of the pipeline.
-        base: what its blocks take on a sound host.
+        base: seconds of the tasks of each block on a sound host.
         present: the speeds by which layers are divided.
-        factors: how many times as long the tasks of slow hosts take.
-        links: how many times as long steps take because of the slow link of a host.
-        full_s: what a step takes with all of them sound.
+        factors: slow host to how many times as long tasks take on that host.
+        links: host with a slow link to how many times as long steps take because of that link.
+        full_s: seconds of a step with all hosts and links sound.
     """
 
     shape: PipelineShape

@@ -64,11 +64,12 @@ class PipelineGeneration:
     """The hosts that a step is run by.
 
     Attributes:
-        number: of the routes; only grows.
-        hosts: the living ones, sorted.
-        holders: of each block; dead hosts may be among them.
-        addresses: of the mailboxes of the living hosts.
-        sharding: over the devices of this host, as that of the model without devices; None: its first device.
+        number: generation of the routes; it only grows.
+        hosts: the living hosts, sorted.
+        holders: the hosts that have each block; dead hosts may be among them.
+        addresses: mailbox address of each living host.
+        sharding: layout over the devices of this host, with the axes of the model's abstract mesh; None: its first
+            device.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
@@ -90,21 +91,20 @@ class PipelineWorker:
     """The pipeline of one host.
 
     Attributes:
-        host: this one.
-        cut: the model.
-        config: of the job.
-        service: the mail of this host.
-        state: of the units that it holds.
-        step: the next one to be committed.
+        service: carrier of this host's mail.
+        state: weights and optimizer state of the units that this host holds.
+        step: number of the next step to be committed.
         unit_holders: the hosts that had each unit when the hosts last agreed on a step.
-        timings: of the tasks of this host.
+        timings: what the tasks of this host take.
         received: what has come by mail.
         reports: what all hosts said of their tasks in the last step; empty where they said nothing.
-        routed_in: the generation of the routes of the step under way; 0: nothing of it has begun.
-        before_donation: called before an update takes the memory of the state; returns when no thread reads that.
+        routed_in: generation whose routes the step under way has; 0: nothing of the step has begun.
+        before_donation: called before an update takes the memory of the state; returns when no thread reads that
+            memory.
         after_commit: called with each step that was committed, and the sums of this host's units.
-        lasting_hosts: those that had trained before, when the hosts last agreed on a step: others have copies of units.
-        block_seconds: by which tasks are put in order; the same on all hosts. A generation begins with equal times.
+        lasting_hosts: hosts that had trained before the hosts last agreed on a step: other hosts have copies of units.
+        block_seconds: times by which tasks are put in order, the same on all hosts. A generation begins with equal
+            times.
     """
 
     def __init__(
@@ -120,12 +120,9 @@ class PipelineWorker:
         """Create it without state.
 
         Args:
-            host: this one.
-            cut: the model; the same on all hosts.
-            optimizer: of the job.
-            config: of the job.
-            service: the mail of this host; its owner closes it.
-            read: reads microbatches.
+            cut: the model, the same on all hosts.
+            service: carrier of this host's mail; its owner closes it.
+            read: reads one microbatch of a step.
             check: raises what ends a wait, such as the end of the generation.
         """
         units = list_state_units(cut, config.params)
@@ -204,9 +201,9 @@ class PipelineWorker:
         """Replace the state by that after `step` steps; what was done of another step is dropped.
 
         Args:
-            step: the next one to be committed.
-            states: of the units that this host is to hold, by number.
-            are_copies: they were copied while the others trained, and this host knows nothing else of the job.
+            step: number of the next step to be committed.
+            states: unit number to state, for the units that this host is to hold.
+            are_copies: whether these were copied while the others trained, and this host knows nothing else of the job.
         """
         self._has_copies = are_copies
         if step != self.step:
@@ -322,7 +319,7 @@ class PipelineWorker:
         """Go on with the step that `agree_on_step` gave: only what the dead hosts had is computed again.
 
         Args:
-            routes: of the step, if no host has begun it.
+            routes: routes with which the step begins if no host has begun it.
             before_task: called before each task.
 
         Raises:
@@ -348,7 +345,7 @@ class PipelineWorker:
         """Load the programs of all kinds of blocks, and of the updates of the units that are here, on zeros.
 
         Args:
-            sharding: over the devices of this host.
+            sharding: layout over the devices of this host.
         """
         config = self.config
         self._runner.sharding = self._sums.sharding = sharding
@@ -389,12 +386,13 @@ class PipelineWorker:
         Args:
             before_update: called with the table when this host knows that all hosts have their sums; what it raises
                 keeps the step from being committed.
-            report: of this host's tasks, in a step in which all hosts tell theirs.
+            report: what the tasks of this host took; None in a step in which hosts do not tell that.
 
         Raises:
             PeerUnreachable: a host is lost, or late; nothing is updated here, and the step may be resumed.
             SumsDiffer: a host computes wrongly; nothing is updated on any host.
-            Exception: of an update that fails in its middle, after which this host has no state any more.
+            Exception: what an update raises that fails in its middle; if the state is donated, this host has no state
+                any more.
         """
         config, mail = self.config, self.make_mail()
         sums = self._sums.finish(

@@ -25,15 +25,14 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         teams: the replicas.
-        quotas: of each of them.
+        quotas: microbatches of each replica.
         absent: the hosts whose stages are kept for them.
         num_stages: hosts of a replica, as the job was started with.
-        schedule: of the job.
-        block_costs: of each block, by which the model is cut, whatever its tasks are measured to take.
-        block_seconds: of each block what its tasks take, in any unit of time.
-        block_bytes: of each block the bytes of its state.
-        bytes_per_s: at which a host gets blocks.
-        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
+        block_costs: relative time of each block, by which the model is cut whatever its tasks are measured to take.
+        block_seconds: what the tasks of each block take, in any unit of time.
+        block_bytes: size of the state of each block.
+        bytes_per_s: rate at which a host gets blocks.
+        device_speeds: speed of each host that has fewer devices than others, as a fraction of the others' speed.
     """
 
     teams: tuple[Team, ...]

@@ -68,8 +68,8 @@ class StageRunner:
 
     Attributes:
         done: the tasks that are finished in this step.
-        timings: of the tasks that were run in this step.
-        sharding: over this host's devices, of what comes from other hosts. By default all is on the first one.
+        timings: what the tasks of this step took.
+        sharding: layout over this host's devices of what comes from other hosts. By default all is on the first one.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
@@ -142,16 +142,16 @@ class StageRunner:
         """Run the tasks that are not finished.
 
         Args:
-            order: of this host's tasks.
-            routes: by microbatch.
-            mail: of this step and generation.
-            weights: of each block that the order has.
-            read: reads microbatches.
+            order: tasks of this host, as they follow one another.
+            routes: microbatch to route.
+            mail: mail of this step and generation.
+            weights: block number to weights, for each block that the order has.
+            read: gives batch and random key of a microbatch of this step.
             before_task: called before each task.
 
         Raises:
             PeerUnreachable: a value does not come. Finished tasks stay finished.
-            Exception: of a program; the microbatch is computed again from the first task of its hop on.
+            Exception: what a program raises; the microbatch is computed again from the first task of its hop on.
         """
         for task in order:
             if task in self.done:
@@ -195,7 +195,7 @@ class StageRunner:
         """Send a value out of the log.
 
         Raises:
-            InternalError: it is not there.
+            InternalError: the value is not in the log.
         """
         value = self._log.find(boundary)
         if value is None:

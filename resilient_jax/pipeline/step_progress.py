@@ -31,16 +31,17 @@ class TaskProgress(msgspec.Struct, frozen=True):
     """What a host says.
 
     Attributes:
-        step: the next one that it commits; 0 with no state at all.
-        table: of the step before, with which a host that has its sums can commit it, too; None in the first step.
-        units_here: which it has; also those that it has only until the step is committed.
-        units_after: which it updates, and has afterwards.
-        blocks: whose weights it has.
-        routed_in: the generation of its routes; 0: it has begun nothing of the step.
-        routes: of the step.
+        step: number of the next step that the host commits; 0 also for a host with no state at all.
+        table: commit table of the step before, with which another host that has its sums can commit that step, too;
+            None if the host does not know it, as in the first step.
+        units_here: units that the host has; also those that it has only until the step is committed.
+        units_after: units that the host updates, and has afterwards.
+        blocks: blocks of which the host has all weights.
+        routed_in: generation of the routes; 0: the host has begun nothing of the step.
+        routes: routes of the step; empty if the host has begun nothing.
         done: finished tasks of the step.
-        forgotten: values of the step that it has sent, and no longer has.
-        has_copies: it has not trained yet, and what it has was copied while the others did.
+        forgotten: values of the step that the host has sent, and no longer has.
+        has_copies: whether the host has not trained yet, and what it has was copied while others did.
     """
 
     step: int
@@ -103,9 +104,8 @@ def plan_continuation(
     """Return how the step goes on; the same on every host.
 
     Args:
-        progress: of all living hosts, of one step, which one of them has begun.
-        num_blocks: of the model.
-        schedule: of the step.
+        progress: what every living host says of one step, which at least one of them has begun.
+        num_blocks: blocks of the whole model.
 
     Raises:
         HoldersLost: a block has no living holder.

@@ -12,8 +12,7 @@ class PieceSum:
     """The sum of a piece over all microbatches.
 
     Attributes:
-        piece: of what.
-        values: in the order of the piece's shapes, of float32 at least where they are floats.
+        values: sums in the order of the piece's shapes; floats are float32 at least.
     """
 
     piece: SumPiece

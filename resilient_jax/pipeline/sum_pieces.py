@@ -31,13 +31,13 @@ class SumPiece:
     """Gradients of a block for the weights of a unit.
 
     Attributes:
-        number: of the piece; the same on all hosts.
-        block: whose gradients they are.
+        number: index of the piece, the same on all hosts.
+        block: block whose passes make the addends.
         unit: number of the unit.
-        names: of the trained weights.
-        changed_names: of the variables.
-        result_names: of the results that are in it.
-        shapes: of one microbatch's addend: gradients, then variables, then results.
+        names: names of the trained weights.
+        changed_names: names of the variables.
+        result_names: names of the other results of the block that are in the piece.
+        shapes: shapes of one microbatch's addend: gradients, then variables, then results.
     """
 
     number: int
@@ -112,9 +112,9 @@ class SumLayout:
     """Which hosts have which parts of the sums, and which need them.
 
     Attributes:
-        routes: of the step.
+        routes: one route for each microbatch, ascending.
         holders: the living hosts that have each block.
-        units: of the model.
+        units: all units of the model, by number.
     """
 
     routes: Routes

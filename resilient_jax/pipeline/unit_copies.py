@@ -70,9 +70,9 @@ class CommittedStep:
     """What a holder has updated its units with.
 
     Attributes:
-        step: the number of committed steps.
-        table: of the step.
-        sums: of the gradients of each unit that this host holds, by number and name.
+        step: number of committed steps, this one included.
+        table: what the updates of all hosts used.
+        sums: by unit number and name, the gradient sums of each unit that this host holds.
     """
 
     step: int
@@ -85,9 +85,9 @@ class UpdateFacts:
     """What the updates of all units have in common.
 
     Attributes:
-        num_microbatches: of a step.
-        max_norm: to which gradients are scaled down; None: they are not.
-        changed: what one microbatch makes of each variable that the loss changes, by name.
+        num_microbatches: microbatches of one step, over all replicas.
+        max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
+        changed: variable name to the shape that one microbatch gives, for each variable that the loss changes.
     """
 
     num_microbatches: int
@@ -109,11 +109,11 @@ class _Delivery:
 
     Attributes:
         moves: the units that this host sends.
-        max_sums_bytes: of sums that are sent before the change is let come.
-        sums_bytes: of those that were sent to hosts that read their mail only when they join.
-        since_s: when it began to send states; None: it has sent nothing yet.
-        idle_since_s: since when the worker has had all copies; None: it has not.
-        idle_steps: since then.
+        max_sums_bytes: limit of the sums that are sent before the change is let come as it is.
+        sums_bytes: size of the sums that were sent to hosts that read their mail only when they join.
+        since_s: monotonic time when this host began to send states; None: it has sent nothing yet.
+        idle_since_s: monotonic time when the worker that joins said that it has all copies; None: it has not said so.
+        idle_steps: committed steps since then.
     """
 
     moves: tuple[UnitMove, ...]
@@ -128,7 +128,7 @@ class UnitCopies:
     """The copies that one host receives in one generation, and those that it sends.
 
     Attributes:
-        generation: in which the others train.
+        generation: number of the generation in which the members train.
     """
 
     def __init__(
@@ -144,13 +144,11 @@ class UnitCopies:
         """Have no copy.
 
         Args:
-            own: this host.
-            generation: of the members.
-            service: the mail of this host.
-            state: of the units that it holds.
-            shapes: of the state of each unit.
-            sharding: over the devices of this host.
-            facts: of the updates.
+            generation: number of the members' generation.
+            service: carrier of this host's mail.
+            state: units that this host holds, whose update programs its copies use, too.
+            shapes: shapes of the state of each unit, by number.
+            sharding: layout over the devices of this host.
         """
         self.generation = generation
         self._own = own
@@ -178,7 +176,7 @@ class UnitCopies:
         """Ask the members for copies, of which this host wants all that it is to hold.
 
         Args:
-            addresses: of the mailboxes of the members.
+            addresses: mailbox address of each member.
             wanted: the units that each host is to hold when this one has joined.
         """
         self._service.begin_generation(self.generation, addresses)
@@ -201,8 +199,8 @@ class UnitCopies:
         """Wait until this host and all members have the copies that they want; return whether they have.
 
         Args:
-            members: of the generation.
-            check: raises what ends the wait.
+            members: all hosts of the generation.
+            check: raises what ends the wait, such as the end of the generation.
             is_over: says whether the members have gone on to another generation, in which nobody sends copies.
         """
         box, missing, since_s = self._service.box, set(members), time.monotonic()

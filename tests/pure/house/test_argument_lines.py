@@ -15,7 +15,7 @@ import resilient_jax
 
 ROOT = Path(resilient_jax.__file__).parent
 DEFINITION = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-ROOMS_TO_COME = frozenset({"cli", "jax_runtime", "pipeline", "step"})
+ROOMS_TO_COME = frozenset({"jax_runtime", "step"})
 """Rooms whose lines nobody has read yet. The set only shrinks."""
 SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?: {4}.*\n?)+)", re.MULTILINE)
 LINE = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
