@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, find_contact
+from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, read_live_contact
 from resilient_jax.cli.options import StoreTlsOption, TlsOption
 from resilient_jax.cluster.device_quarantine import (
     clear_device_quarantine,
@@ -83,7 +83,9 @@ def hosts(
     """
     order = parse_order(words, has_folder=store is None and job is None)
     chosen = choose_job(order.run_directory, store, job, tls, store_tls)
-    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    contact = (
+        read_live_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    )
     sys.stdout.write(asyncio.run(_carry_out(contact, order, duration_s)) + "\n")
 
 

@@ -84,7 +84,7 @@ def choose_job(
     return RemoteJob(store=store, job=job, tls=tls, store_tls=store_tls)
 
 
-def find_contact(run_directory: Path) -> JobContact:
+def read_live_contact(run_directory: Path) -> JobContact:
     """Return how to reach the job of this machine that runs in a folder.
 
     Raises:

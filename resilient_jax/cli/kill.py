@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, find_contact
+from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, read_live_contact
 from resilient_jax.cli.log_sources import check_running, describe_silence
 from resilient_jax.cli.options import StoreTlsOption, TlsOption
 from resilient_jax.cluster.agent_calls import call_agents, send_signal
@@ -74,7 +74,7 @@ def kill(
     chosen = choose_job(target.run_directory, store, job, tls, store_tls)
     number = signal.SIGSTOP if stop else signal.SIGKILL
     if isinstance(chosen, Path):
-        killed = _kill_here(find_contact(chosen), target, number)
+        killed = _kill_here(read_live_contact(chosen), target, number)
         where = str(chosen)
     else:
         killed = asyncio.run(_kill_by_agents(chosen.make_contact(calls_agents=True), target, number))

@@ -28,11 +28,11 @@ from resilient_jax.cli.options import (
     check_script,
     check_spares,
     check_store,
-    find_failure_domain,
     list_options,
     load_job_config,
     note_misplaced_options,
     print_line,
+    read_failure_domain,
     read_grace,
 )
 from resilient_jax.cli.outcome_text import describe_for_launch
@@ -320,7 +320,7 @@ def _check_hosts(
         )
     if topology is not None:
         for host in make_host_names(hosts + spares):
-            find_failure_domain(topology, host)
+            read_failure_domain(topology, host)
 
 
 def _load_sites(path: Path | None, hosts: int) -> Sites:

@@ -219,7 +219,7 @@ def list_options(context: typer.Context) -> list[str]:
     return [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
 
 
-def find_failure_domain(topology: Path, host: str) -> str:
+def read_failure_domain(topology: Path, host: str) -> str:
     """Return a host's innermost failure domain in the topology, as a path of all domains around the host.
 
     An example is "pod-1/rack-3": paths of neighbors sort together. Empty if the topology has no domains above hosts.

@@ -64,7 +64,7 @@ class DecidedChange:
     estimate: LossEstimate | None
     bytes_lost: float
 
-    def find_speed(self, option: RecoveryOption) -> float:
+    def compute_speed(self, option: RecoveryOption) -> float:
         """Return the speed after an action as a part of that before the loss; 0: nothing trains."""
         found = self.after.get(option.action)
         return self.before_s / found.step_s if found is not None else 0.0
@@ -293,7 +293,7 @@ def print_losses(console: Console, decisions: Sequence[LossDecision]) -> None:
                     str(option.action),
                     shape,
                     f"{step_s:.4g} s",
-                    f"{change.find_speed(option):.3f}",
+                    f"{change.compute_speed(option):.3f}",
                     f"{option.pause_s:.3g} s",
                     f"{option.score:.6f}",
                 )
@@ -342,7 +342,7 @@ def _describe_change(change: DecidedChange) -> dict[str, object]:
             {
                 "action": option.action,
                 "shape": change.after[option.action].shape if option.action in change.after else "",
-                "speed": change.find_speed(option),
+                "speed": change.compute_speed(option),
                 "pause_s": option.pause_s,
                 "score": option.score,
                 "why_not": option.why_not,

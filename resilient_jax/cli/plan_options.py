@@ -78,7 +78,7 @@ AfterLossOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
-def find_calibration(path: Path | None, topology: Path) -> Calibration:
+def choose_calibration(path: Path | None, topology: Path) -> Calibration:
     """Return the calibration in a file; without a path that beside the topology, if any, else the defaults.
 
     Raises:

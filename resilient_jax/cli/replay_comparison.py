@@ -104,7 +104,7 @@ def find_last_step(recorded: RecordedRun, directory: Path, step: int) -> int:
     return later[0].step
 
 
-def find_other_script(recorded: RunEntry, computed: RunEntry) -> str:
+def describe_other_script(recorded: RunEntry, computed: RunEntry) -> str:
     """Return what differs between the script of the job and that of the replay; "" if nothing does."""
     common = sorted(recorded.script.keys() & computed.script.keys())
     found = [

@@ -20,7 +20,7 @@ from resilient_jax.cli.job_contact import (
     RunDirectoryArgument,
     StoreOption,
     choose_job,
-    find_contact,
+    read_live_contact,
 )
 from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
@@ -106,7 +106,9 @@ def _show(chosen: Path | RemoteJob, screen: _Screen) -> bool:
     if isinstance(chosen, Path) and (ended := read_ended_job(chosen)) is not None:
         screen.show_end(ended)
         return True
-    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    contact = (
+        read_live_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    )
     try:
         report = asyncio.run(read_job_report(contact))
     except StoreUnreachable as error:
@@ -259,7 +261,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     notes += ["stopped"] if worker and worker.is_unresponsive else []
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
-    notes += [slow.describe() for slow in _find_slow_hosts(report) if slow.host == host.host]
+    notes += [slow.describe() for slow in _list_slow_hosts(report) if slow.host == host.host]
     notes += [f"trains on {host.devices}"] if host.devices else []
     notes += host.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
@@ -268,7 +270,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     return notes
 
 
-def _find_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
+def _list_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
     """Return what the first host of the generation has found; what others did is of earlier generations."""
     if report.generation is None or not report.generation.members:
         return ()

@@ -120,7 +120,7 @@ class BlockState:
 
     def list_complete_blocks(self) -> tuple[int, ...]:
         """Return the blocks of which all weights are here, ascending."""
-        return find_complete_blocks(self.units, self.all_states)
+        return list_complete_blocks(self.units, self.all_states)
 
     def list_weights(self, block: int) -> dict[str, Any]:
         """Return the weights of a block, by name, from all units that have some."""
@@ -212,7 +212,7 @@ class BlockState:
             closed, after = jax.make_jaxpr(update, return_shape=True)(*arguments)
             shardings: tuple[NamedSharding, ...] = ()
             if self._sharding is not None:
-                specs = find_unit_specs(self.units[number], arguments[0], self._sharding)
+                specs = make_unit_specs(self.units[number], arguments[0], self._sharding)
                 shardings = tuple(map(self._sharding.shard, jax.tree.leaves(specs, is_leaf=is_spec)))
             kind = describe_program(closed).digest, *map(str, closed.in_avals), shardings
             donated = range(1, 1 + len(jax.tree.leaves(arguments[0]))) if self._donate else ()
@@ -223,7 +223,7 @@ class BlockState:
         return structure.unflatten(program(np.int32(0), *jax.tree.leaves(arguments)))
 
 
-def find_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
+def make_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
     """Return the spec of each array of a unit's state: of the optimizer's state those of the weights that it is of.
 
     Args:
@@ -249,7 +249,7 @@ def is_spec(node: object) -> bool:
 
 def place_unit(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
     """Return the state of a unit on the devices of a host, as its programs take it."""
-    specs = find_unit_specs(unit, state, sharding)
+    specs = make_unit_specs(unit, state, sharding)
     return jax.tree.map(
         lambda spec, leaf: jax.device_put(leaf, sharding.place(spec)), specs, state, is_leaf=is_spec
     )
@@ -301,7 +301,7 @@ def _run(
     ]
 
 
-def find_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> tuple[int, ...]:
+def list_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> tuple[int, ...]:
     """Return the blocks of which a host with some units has all weights, ascending."""
     missing = {block for number, unit in enumerate(units) if number not in here for block in unit.blocks}
     return tuple(sorted({block for unit in units for block in unit.blocks} - missing))

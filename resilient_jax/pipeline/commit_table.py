@@ -94,11 +94,12 @@ def make_rows(
         axes: sizes of the axes of this host's device mesh.
     """
     units, changed = [], sums.list_changed()
-    for number, found in sorted(gradients.items()):
+    for number, unit_sums in sorted(gradients.items()):
         digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(found):
-            add_array(digest, name, found[name])
-        values = [found[name] for name in sorted(found.keys() - changed)]
+        for name in sorted(unit_sums):
+            add_array(digest, name, unit_sums[name])
+        # What becomes of variables is no gradient: it is in the digest, since holders must agree, and not in the norm.
+        values = [unit_sums[name] for name in sorted(unit_sums.keys() - changed)]
         norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
         units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))
     results = {
@@ -117,12 +118,13 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
     Raises:
         SumsDiffer: two hosts have different sums of one unit, or of one result.
     """
-    first: dict[int, tuple[HostName, UnitRow]] = {}
+    first_rows: dict[int, tuple[HostName, UnitRow]] = {}
     results: dict[str, float] = {}
     for host in sorted(rows):
         for row in rows[host].units:
-            other, known = first.setdefault(row.unit, (host, row))
-            # A norm that is no number is not equal to itself.
+            other, known = first_rows.setdefault(row.unit, (host, row))
+            # Sums are exact, so holders have the same bits. Their norms are in floats, added up by shards: with other
+            # axes they may differ. A norm that is no number is not equal to itself.
             norms = np.array([known.norm_squared, row.norm_squared], np.float32)
             is_same_norm = rows[other].axes != rows[host].axes or np.array_equal(
                 norms[:1], norms[1:], equal_nan=True
@@ -135,11 +137,12 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
         _merge_results(results, host, rows[host].results)
     # Added in the order of units, in float32: not by who holds what. Of hosts with other axes the first one's counts.
     total = np.float32(0)
-    for number in sorted(first):
-        total = np.float32(total + np.float32(first[number][1].norm_squared))
+    for number in sorted(first_rows):
+        total = np.float32(total + np.float32(first_rows[number][1].norm_squared))
     sums, count = join_weights(results), np.float32(num_microbatches)
-    norm, divisor = np.sqrt(total), _find_divisor(sums.get(LOSS), count)
+    norm, divisor = np.sqrt(total), _choose_divisor(sums.get(LOSS), count)
     with np.errstate(invalid="ignore", over="ignore"):  # of sums that are not finite
+        # Rows are of sums divided by the count, as most hosts do not know the weight of the loss before the exchange.
         if divisor != count:  # in float64: neither factor is rounded on the way
             norm = np.float32(float(norm) * float(count) / float(divisor))
         means = {name: float(_divide(summed, count)) for name, summed in sums.items()}
@@ -159,14 +162,14 @@ def _merge_results(results: dict[str, float], host: HostName, found: Mapping[str
             )
 
 
-def _find_divisor(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - a number, or a `WeightedMean`
+def _choose_divisor(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - a number, or a `WeightedMean`
     """Return what a sum is divided by to get its mean."""
     return np.float32(read_divisor(summed.weight)) if isinstance(summed, WeightedMean) else count
 
 
 def _divide(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - as above
     total = summed.total if isinstance(summed, WeightedMean) else summed
-    return np.float32(total) / _find_divisor(summed, count)
+    return np.float32(total) / _choose_divisor(summed, count)
 
 
 @jax.jit

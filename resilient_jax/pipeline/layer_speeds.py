@@ -28,7 +28,7 @@ from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, sh
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
 from resilient_jax.step.device_choice import DeviceChoice
 
-FindGrowth = Callable[[int], float]
+ComputeGrowth = Callable[[int], float]
 LeaveOut = Callable[[Finding], DeviceChoice | str]
 """Returns which slow devices a host does without, with its speed then as a part of that of all; or why with none."""
 BlockTable = Sequence[Mapping[TaskKind, float]]
@@ -66,7 +66,7 @@ def estimate_pipeline_slowdown(
     measured: TaskSeconds,
     *,
     leave_out: LeaveOut = lambda found: "",
-    find_growth: FindGrowth = lambda since_step: 1.0,
+    compute_growth: ComputeGrowth = lambda since_step: 1.0,
 ) -> Slowdown | None:
     """Return what slow hosts, or layers divided as if hosts were slow, cost; None: nothing is slow, or not known.
 
@@ -76,17 +76,17 @@ def estimate_pipeline_slowdown(
         present: the speeds by which layers are divided.
         measured: seconds of tasks on every host; nothing is known while those of one host are missing.
         leave_out: says what the slowest host would do without slow devices.
-        find_growth: returns how many times as long steps take now as before a step.
+        compute_growth: returns how many times as long steps take now as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
     growths = {
-        HostName(one.host): find_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
+        HostName(one.host): compute_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
     }
     links = {host: growth for host, growth in growths.items() if growth > 1}
     if not (factors or present or links) or any(not measured.get(host) for host in shape.hosts):
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
-    base = find_block_seconds(
+    base = estimate_block_seconds(
         _divide(shape, present), shape.block_costs, measured, _slow_down(shape, factors)
     )
     tasks_s = _price_cut(shape, present, base, factors)
@@ -96,8 +96,8 @@ def estimate_pipeline_slowdown(
     speeds = _Speeds(shape=shape, base=base, present=present, factors=factors, links=of_links, full_s=full_s)
     slowdown = Slowdown(
         generation=generation,
-        kept=speeds.find(present),
-        redivided=speeds.find(wanted) if wanted != present else 0.0,
+        kept=speeds.compute(present),
+        redivided=speeds.compute(wanted) if wanted != present else 0.0,
         speeds=wanted,
     )
     candidates = sorted({*factors, *links})
@@ -106,14 +106,14 @@ def estimate_pipeline_slowdown(
     # Of equal ones the slowest by itself: where two are as slow, to replace one of them may not help.
     slowest = max(
         candidates,
-        key=lambda host: (speeds.find_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
+        key=lambda host: (speeds.compute_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
     )
     can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
     slowdown = msgspec.structs.replace(
         slowdown,
         host=slowest,
-        replaced=speeds.find_healed(slowest),
-        without=speeds.find_healed(slowest, is_gone=True) if can_do_without else 0.0,
+        replaced=speeds.compute_healed(slowest),
+        without=speeds.compute_healed(slowest, is_gone=True) if can_do_without else 0.0,
     )
     (finding,) = (one for one in findings if one.host == slowest)
     return _add_fewer_devices(slowdown, finding, leave_out(finding), speeds)
@@ -135,7 +135,7 @@ def _add_fewer_devices(
     if isinstance(choice, str):
         return msgspec.structs.replace(slowdown, why_all_devices=choice)
     return msgspec.structs.replace(
-        slowdown, devices=choice.out, fewer_devices=speeds.find_healed(slowdown.host, share=choice.speed)
+        slowdown, devices=choice.out, fewer_devices=speeds.compute_healed(slowdown.host, share=choice.speed)
     )
 
 
@@ -157,11 +157,11 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
     links: Mapping[HostName, float]
     full_s: float
 
-    def find(self, speeds: HostSpeeds) -> float:
+    def compute(self, speeds: HostSpeeds) -> float:
         """Return the speed with layers divided by `speeds`."""
-        return self._find(self.shape, speeds, self.factors, self.links)
+        return self._compute(self.shape, speeds, self.factors, self.links)
 
-    def find_healed(self, host: HostName, *, is_gone: bool = False, share: float = 1.0) -> float:
+    def compute_healed(self, host: HostName, *, is_gone: bool = False, share: float = 1.0) -> float:
         """Return the speed with a sound host in the place of one, which has a share of the devices, or without it."""
         shape = self.shape
         if share < 1:
@@ -173,9 +173,9 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
             {name: factor for name, factor in found.items() if name != host}
             for found in (self.factors, self.links)
         )
-        return self._find(shape, tuple(one for one in self.present if one[0] != host), factors, links)
+        return self._compute(shape, tuple(one for one in self.present if one[0] != host), factors, links)
 
-    def _find(
+    def _compute(
         self,
         shape: PipelineShape,
         speeds: HostSpeeds,
@@ -187,7 +187,7 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def find_block_seconds(
+def estimate_block_seconds(
     teams: Sequence[Team],
     block_costs: Sequence[float],
     measured: TaskSeconds,
@@ -196,7 +196,7 @@ def find_block_seconds(
     """Return what each block takes on a sound host: the mean over the replicas.
 
     >>> measured = {"a": {"F": 1.0}, "b": {"F": 8.0}}
-    >>> table = find_block_seconds([[("a", 1), ("b", 2)]], [1.0, 1.0, 3.0], measured, {"b": 2.0})
+    >>> table = estimate_block_seconds([[("a", 1), ("b", 2)]], [1.0, 1.0, 3.0], measured, {"b": 2.0})
     >>> [block["F"] for block in table]
     [1.0, 1.0, 3.0]
     """

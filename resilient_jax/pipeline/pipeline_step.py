@@ -278,41 +278,51 @@ class PipelineWorker:
             forgotten=tuple(sorted(self._log.forgotten)),
             has_copies=self._has_copies,
         )
+        # Hosts may be at different steps, and mail of a finished step is refused: this mail is of no step.
         any_step = dataclasses.replace(self.make_mail(), step=PROGRESS_STEP)
         hosts = self._require_generation().hosts
-        found = any_step.make_exchange(hosts, self.host, MailKind.PROGRESS).gather_by_host(mine)
+        told = any_step.make_exchange(hosts, self.host, MailKind.PROGRESS).gather_by_host(mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
-        newest = max(found.values(), key=lambda one: (one.step, one.table is not None))
-        found = drop_late_copies(found, newest.step)
-        if self._has_copies and self.step < newest.step:
+        furthest = max(told.values(), key=lambda progress: (progress.step, progress.table is not None))
+        # Whoever was in the last generation is one step behind at most: to commit a step takes the rows of all hosts,
+        # and each sends its own only after the commit before. So all that it lacks is the table of that step.
+        told = drop_late_copies(told, furthest.step)
+        if self._has_copies and self.step < furthest.step:
             self.drop_step()
             self.state.replace({})
         if not self.state.states:
-            self.step, self._table = newest.step, newest.table
-        elif self.step < newest.step:
-            if self._gradients is None or newest.table is None or self.step + 1 < newest.step:
+            # Its units come from the others. The table is for a host that is behind when the hosts agree once more.
+            self.step, self._table = furthest.step, furthest.table
+        elif self.step < furthest.step:
+            if self._gradients is None or furthest.table is None or self.step + 1 < furthest.step:
                 raise PeerUnreachable(
-                    f"step: found a host that has committed step {newest.step - 1}, and {self.host} without sums of "
+                    f"step: found a host that has committed step {furthest.step - 1}, and {self.host} without sums of "
                     f"step {self.step}, with which it could commit it, too; a snapshot is needed"
                 )
-            self._commit(newest.table, self._gradients)
+            # The sums of that step are kept from before this host's row was sent: nobody could commit without that.
+            self._commit(furthest.table, self._gradients)
+        # Those that are behind commit the step now, as this host may have done: they are counted as being there.
         self._progress = {
-            host: one if one.step == newest.step else catch_up(one, newest.step, self._units)
-            for host, one in found.items()
+            host: progress
+            if progress.step == furthest.step
+            else catch_up(progress, furthest.step, self._units)
+            for host, progress in told.items()
         }
         self.unit_holders = tuple(
             frozenset(
                 host
-                for host, one in found.items()
-                if number in (one.units_here if one.step == newest.step else one.units_after)
+                for host, progress in told.items()
+                if number in (progress.units_here if progress.step == furthest.step else progress.units_after)
             )
             for number in range(len(self._units))
         )
         self.lasting_hosts = frozenset(
-            host for host, one in found.items() if one.units_here and not one.has_copies
+            host for host, progress in told.items() if progress.units_here and not progress.has_copies
         )
         self._has_copies = False
-        self._gradients = None  # with these no host has committed the step, and none will
+        # No host that is left has committed the step with these sums, and none will: holders of units may change before
+        # it is resumed, and all exchange their sums anew.
+        self._gradients = None
         return self.step
 
     def resume_step(self, routes: Routes, before_task: BeforeTask = lambda task: None) -> None:
@@ -328,12 +338,13 @@ class PipelineWorker:
         """
         newest = find_newest_routing(self._progress)
         if self.routed_in != newest:
-            self.drop_step()  # the others have done it again
+            self.drop_step()  # the others went on without this host, and have done it again
         if not newest:
             self.begin_step(routes, before_task)
             return
         found = plan_continuation(self._progress, len(self.cut.blocks), self.config.schedule)
         self._routes, self.routed_in = found.routes, self._require_generation().number
+        # Values of the old generation are lost on their way: each goes again from the log of its sender.
         self._runner.forget(found.redone)
         mail = self.make_mail()
         for resend in found.resends:
@@ -399,15 +410,16 @@ class PipelineWorker:
             mail, SumLayout(self._routes, self._require_generation().living_holders, self._units)
         )
         gradients = {number: sums.add_up_unit(number) for number in self.state.states}
+        # Before its row is sent: from then on another host may commit, and this one must be able to (`agree_on_step`).
         self._gradients = gradients
         axes = tuple(self._sums.sharding.mesh.shape.values())
         rows = make_rows(sums, gradients, config.num_microbatches, report, axes)
         hosts = self._require_generation().hosts
-        found = mail.make_exchange(hosts, self.host, MailKind.ROWS).gather_by_host(rows)
-        table = make_table(found, config.num_microbatches)
+        rows_by_host = mail.make_exchange(hosts, self.host, MailKind.ROWS).gather_by_host(rows)
+        table = make_table(rows_by_host, config.num_microbatches)
         before_update(table)  # first: of numbers that are not finite it says so
         self._commit(table, gradients)
-        self.reports = {host: one.report for host, one in found.items() if one.report is not None}
+        self.reports = {host: own.report for host, own in rows_by_host.items() if own.report is not None}
         return table
 
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
@@ -433,7 +445,7 @@ class PipelineWorker:
 
     def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
         mail = self.make_mail()
-        order = self._find_order(frozenset(done))
+        order = self._order_own_tasks(frozenset(done))
         blocks = {block for task in order for block in task.hop.blocks}
         weights = {block: self.state.list_weights(block) for block in blocks}
         routes = {route.microbatch: route for route in self._routes}
@@ -442,7 +454,7 @@ class PipelineWorker:
             order, routes, mail, weights, lambda microbatch: self._read(step, microbatch), before_task
         )
 
-    def _find_order(self, done: frozenset[Task]) -> tuple[Task, ...]:
+    def _order_own_tasks(self, done: frozenset[Task]) -> tuple[Task, ...]:
         """Return the order of this host's tasks; that of the same routes is made once."""
         wanted = self._routes, done, self.block_seconds
         if self._ordered != wanted:

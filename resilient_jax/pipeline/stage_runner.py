@@ -154,7 +154,7 @@ class StageRunner:
             Exception: what a program raises; the microbatch is computed again from the first task of its hop on.
         """
         for task in order:
-            if task in self.done:
+            if task in self.done:  # before a failure, in another order of the same step
                 continue
             before_task(task)
             route = routes[task.microbatch]
@@ -165,7 +165,8 @@ class StageRunner:
                 with worker_activity.task(WorkerTask.COMPUTE):
                     sent = self._run_at_speed(functools.partial(self._execute, task, received, weights, read))
             except BaseException:
-                # A backward pass uses up what the forward pass has left, also where it fails.
+                # A backward pass uses up what the forward pass has left, also where it fails: so all of the hop is done
+                # again. What its tasks take is sent again when the step is resumed, as no finished task has used it.
                 self.done -= {Task(kind, task.microbatch, task.hop) for kind in TaskKind}
                 raise
             # Finished before it is sent: if the receiver is dead, the value is in the log for the one that takes over.
@@ -197,7 +198,7 @@ class StageRunner:
         Raises:
             InternalError: the value is not in the log.
         """
-        value = self._log.find(boundary)
+        value = self._log.get(boundary)
         if value is None:
             raise InternalError(
                 f"{boundary} is not in the log of {self._host}; its task should have been run again"
@@ -258,6 +259,7 @@ class StageRunner:
             case TaskKind.FORWARD:
                 return self._forward(task, received or (), weights, read)
             case TaskKind.BACKWARD | TaskKind.INPUT_GRADIENT:
+                # Nothing comes for the last block: its gradient is that of the loss for itself.
                 g = received if received is not None else self._place(self._cut.loss_gradient)
                 return self._backward(task, g, weights)
             case TaskKind.WEIGHT_GRADIENT:
@@ -283,8 +285,10 @@ class StageRunner:
             residuals.append(kept)
             if block.number + 1 == self._cut.num_blocks:
                 results = {**results, LOSS: x[0]}
+            # Kept until the block's gradients are there: a sum takes both at once, or neither.
             self._results[task.microbatch, block.number] = results
         self._residuals[task.microbatch, task.hop] = residuals
+        # Awaited once for all blocks: each needs the output of the one before, which keeps their order on all devices.
         jax.block_until_ready((x, residuals))
         return x
 
@@ -305,6 +309,7 @@ class StageRunner:
 
     def _hand_out(self, block: int, microbatch: int, gradients: Mapping[str, Any]) -> None:
         results = self._results.pop((microbatch, block))
+        # A task that is run again for the value that it sends has added its gradients before.
         if not self._sink.has(block, microbatch):
             self._sink.add(block, microbatch, gradients, results)
 

@@ -38,7 +38,7 @@ class StateUnit:
         """The names of the weights that get gradients."""
         return tuple(weight.name for weight in self.weights if weight.is_trained)
 
-    def find_holders(self, holders: Sequence[Collection[HostName]]) -> frozenset[HostName]:
+    def list_holders(self, holders: Sequence[Collection[HostName]]) -> frozenset[HostName]:
         """Return the hosts that have the unit, from the holders of each block."""
         return frozenset().union(*(holders[block] for block in self.blocks))
 

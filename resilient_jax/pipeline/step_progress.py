@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import find_complete_blocks
+from resilient_jax.pipeline.block_state import list_complete_blocks
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline_schedule.rerouting import BACKWARD_KINDS, Resend, find_resends, reroute
@@ -77,7 +77,7 @@ def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> T
     """Return what a host that was behind says when it has committed what the others have: nothing of `step` is done."""
     after = progress.units_after
     return TaskProgress(
-        step=step, table=None, units_here=after, units_after=after, blocks=find_complete_blocks(units, after)
+        step=step, table=None, units_here=after, units_after=after, blocks=list_complete_blocks(units, after)
     )
 
 
@@ -95,7 +95,7 @@ def find_newest_routing(progress: Mapping[HostName, TaskProgress]) -> int:
 
     A host with older ones was away meanwhile: what it has done was done again.
     """
-    return max(host.routed_in for host in progress.values())
+    return max(host_progress.routed_in for host_progress in progress.values())
 
 
 def plan_continuation(
@@ -110,8 +110,11 @@ def plan_continuation(
     Raises:
         HoldersLost: a block has no living holder.
     """
+    # Only what was done by the newest routes counts. A host with older ones was away when the others went on, and has
+    # nothing of the step: its hops are redone, but it is alive, and may be given hops again (`emptied`).
     newest = find_newest_routing(progress)
     current = {name: host for name, host in progress.items() if host.routed_in == newest}
+    # All current hosts have the same routes: each has computed them from the same progress.
     routes = next(host.routes for host in current.values())
     named = {hop.host for route in routes for hop in route.hops}
     found = reroute(
@@ -125,11 +128,14 @@ def plan_continuation(
         schedule=schedule,
         emptied=set(progress).difference(current),
     )
+    # A value that is to be sent again, but has left its sender's log, is computed again. That needs values in turn, of
+    # which `find_resends` then knows, and which may have left a log, too: until every value is in some log.
     forgotten = {boundary for host in current.values() for boundary in host.forgotten}
     done, redone = set(found.done), set[Task]()
-    while again := _find_redone(resends := find_resends(found.routes, done), forgotten):
+    while again := _list_redone(resends := find_resends(found.routes, done), forgotten):
         done -= again  # what these need is missing now, too
         redone |= again
+    # A host still skips what it has done of such a hop (`StageRunner.done`); the order alone counts all of it.
     in_part = {(task.microbatch, task.hop) for task in redone}
     return Continuation(
         routes=found.routes,
@@ -139,7 +145,7 @@ def plan_continuation(
     )
 
 
-def _find_redone(resends: Mapping[Task, Resend], forgotten: Collection[Boundary]) -> set[Task]:
+def _list_redone(resends: Mapping[Task, Resend], forgotten: Collection[Boundary]) -> set[Task]:
     """Return finished tasks that are run again because a value of theirs is missing and forgotten."""
     again = {task for task, resend in resends.items() if resend.boundary in forgotten}
     # A backward pass uses up the residuals of the forward pass.

@@ -121,7 +121,7 @@ class SumLayout:
     holders: Sequence[Collection[HostName]]
     units: Sequence[StateUnit]
 
-    def find_first_microbatches(self, block: int) -> dict[HostName, int]:
+    def list_first_microbatches(self, block: int) -> dict[HostName, int]:
         """Return for each host that runs a block the first of its microbatches, which names its part of the sum."""
         found: dict[HostName, int] = {}
         for route in self.routes:  # by microbatch, ascending
@@ -129,6 +129,6 @@ class SumLayout:
             found.setdefault(host, route.microbatch)
         return found
 
-    def find_receivers(self, piece: SumPiece) -> frozenset[HostName]:
+    def list_receivers(self, piece: SumPiece) -> frozenset[HostName]:
         """Return the hosts that need a piece."""
-        return self.units[piece.unit].find_holders(self.holders)
+        return self.units[piece.unit].list_holders(self.holders)
