@@ -102,10 +102,12 @@ NameOption = Annotated[
 NumHostsOption = Annotated[int, typer.Option(help="Hosts to wait for before the first step.")]
 AddressOption = Annotated[
     str | None,
-    typer.Option(help="Address of this host for the others. Default: the one that reaches the store."),
+    typer.Option(
+        help="Address at which other hosts reach this one. Default: the address that reaches the store."
+    ),
 ]
 ServeOption = Annotated[
-    bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
+    bool, typer.Option("--serve-store", help="Serve the job's store from this agent, at --store.")
 ]
 DomainOption = Annotated[
     str,

@@ -63,7 +63,7 @@ def hosts(
         ),
     ],
     duration_s: Annotated[
-        float, typer.Option("--for", help="Seconds for which what is drained takes no part.", min=1)
+        float, typer.Option("--for", help="Seconds for which a drained host or device takes no part.", min=1)
     ] = 3600.0,
     store: StoreOption = None,
     job: JobOption = None,
@@ -73,7 +73,8 @@ def hosts(
     """Show hosts and devices in quarantine, end a quarantine, or take one out of a running job for a while.
 
     The worker of a drained host stays ready, and joins again when the time is over, or the quarantine is cleared. The
-    host of a drained device stays a member: its worker is started again, then and now, see `devices_after_loss`.
+    host of a drained device stays a member: its worker is started again when the device goes, and when it is back; see
+    `devices_after_loss`.
 
     Example: resilient-jax hosts runs/first drain host-2 --for 600
 

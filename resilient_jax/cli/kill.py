@@ -57,7 +57,9 @@ def kill(
     ],
     store: StoreOption = None,
     job: JobOption = None,
-    stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Send SIGSTOP instead of SIGKILL: processes hang, and do not end.")
+    ] = False,
     tls: TlsOption = None,
     store_tls: StoreTlsOption = None,
 ) -> None:
@@ -81,7 +83,8 @@ def kill(
         where = f"--store {chosen.store} --job {chosen.job}"
     if not killed:
         raise CallerError(
-            f"host {target.host} runs no {target.component} now; see `resilient-jax status {where}`"
+            f"kill: found no {target.component} on host {target.host} now, expected one that runs. See "
+            f"`resilient-jax status {where}`"
         )
     pids = ", ".join(map(str, killed))
     sys.stdout.write(f"{number.name} to {target.component} on {target.host}: process {pids}\n")
@@ -100,11 +103,11 @@ def parse_target(words: Sequence[str], *, has_folder: bool) -> KillTarget:
     expected = "RUN_DIR PART [HOST]" if has_folder else "PART [HOST] beside --store and --job"
     rest = list(words[1:] if has_folder else words)
     if not 1 <= len(rest) <= 2:
-        raise CallerError(f"found {' '.join(words)!r}, expected {expected}, with PART one of {PARTS}")
+        raise CallerError(f"kill: found {' '.join(words)!r}, expected {expected}, with PART one of {PARTS}")
     if has_folder and words[0] in set(JobComponent) and rest[0] not in set(JobComponent):
         raise CallerError(
-            f"found {' '.join(words)!r}, expected {expected}: RUN_DIR is missing, the run folder of the job, which "
-            "`launch` prints first"
+            f"kill: found {' '.join(words)!r}, expected {expected}: RUN_DIR is missing, the job's run folder, "
+            "which `launch` prints first"
         )
     if rest[0] not in set(JobComponent):
         raise CallerError(f"PART: found {rest[0]!r}, expected one of {PARTS} in {expected}")

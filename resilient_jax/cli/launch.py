@@ -88,21 +88,19 @@ NOTE_OF_USED_FOLDER = (
 HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
 SparesOption = Annotated[
     int,
-    typer.Option(
-        help="Hosts to start beside those, which are ready to take the place of one that is missing."
-    ),
+    typer.Option(help="Hosts to start besides, which wait to take the place of a host that is missing."),
 ]
 RunFolderOption = Annotated[
     Path | None,
     typer.Option("--run-dir", help="Folder for logs and events. Default: `runs/DATE-TIME`."),
 ]
 RestartDelayOption = Annotated[
-    float, typer.Option(help="Seconds until a killed host is started again; negative: never.")
+    float, typer.Option(help="Seconds until a killed host is started again; negative: it is not.")
 ]
 SitesOption = Annotated[
     Path | None,
     typer.Option(
-        help="TOML with the places where the hosts run: `store_host`, and for each host a table in `sites` with "
+        help="TOML file with the places where the hosts run: `store_host`, and for each host a table in `sites` with "
         "`address` and `command_prefix`."
     ),
 ]
@@ -123,8 +121,8 @@ EtcdOption = Annotated[
 ForkOption = Annotated[
     bool,
     typer.Option(
-        help="Fork workers from one process that has imported JAX, so that they start sooner. Without it each imports "
-        "by itself, as on a pod. Workers on GPUs, and those of a script that sets environment variables, always do."
+        help="Fork workers from one process that has imported JAX, so that they start sooner. Otherwise each worker "
+        "imports JAX itself, as on a pod; so do workers on GPUs, and those of a script that sets environment variables."
     ),
 ]
 

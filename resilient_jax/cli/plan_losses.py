@@ -65,7 +65,7 @@ class DecidedChange:
     bytes_lost: float
 
     def compute_speed(self, option: RecoveryOption) -> float:
-        """Return the speed after an action as a part of that before the loss; 0: nothing trains."""
+        """Return the speed after an action as a fraction of that before the loss; 0: nothing trains."""
         found = self.after.get(option.action)
         return self.before_s / found.step_s if found is not None else 0.0
 
@@ -94,7 +94,7 @@ class _Job(NamedTuple):
     min_replicas: int
 
     def count_hosts(self, num_devices: int) -> float:
-        """Return what hosts with so many devices count, as the leader counts: as parts of the largest one."""
+        """Return what hosts with so many devices count, as the leader counts: as fractions of the largest one."""
         return num_devices / max(host.devices + len(host.lost_devices) for host in self.topology.hosts)
 
     def estimate(self, lost: Sequence[str]) -> LossEstimate:

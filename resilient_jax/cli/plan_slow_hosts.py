@@ -38,7 +38,7 @@ class SlowDecision:
 
     @property
     def speeds(self) -> dict[RecoveryAction, float]:
-        """The speed after each action, as a part of that with nothing slow; 0: it is not possible."""
+        """The speed after each action, as a fraction of that with nothing slow; 0: it is not possible."""
         down = self.slowdown
         return {
             RecoveryAction.KEEP: down.kept,

@@ -46,14 +46,18 @@ def status(
     job: JobOption = None,
     tls: TlsOption = None,
     store_tls: StoreTlsOption = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it anew every second, until the job is over or Ctrl-C.")
+        bool, typer.Option("--watch", help="Show the job anew every second, until it is over or Ctrl-C.")
     ] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended.
 
     A job of agents on other machines is found by --store and --job, with their token in RESILIENT_JAX_TOKEN.
+
+    Example: resilient-jax status runs/first --watch
 
     Example: resilient-jax status --store etcd://a:2379,b:2379,c:2379 --job lm
     """

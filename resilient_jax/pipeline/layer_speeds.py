@@ -30,7 +30,7 @@ from resilient_jax.step.device_choice import DeviceChoice
 
 ComputeGrowth = Callable[[int], float]
 LeaveOut = Callable[[Finding], DeviceChoice | str]
-"""Returns which slow devices a host does without, with its speed then as a part of that of all; or why with none."""
+"""Returns which slow devices a host does without, and its speed then as a fraction of that with all; or why none."""
 BlockTable = Sequence[Mapping[TaskKind, float]]
 """Of each block the seconds of its tasks on a sound host."""
 LAYERED = frozenset({FindingKind.COMPUTE, FindingKind.MEMORY})
@@ -140,7 +140,7 @@ def _add_fewer_devices(
 
 
 class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """The speeds of a pipeline, as parts of that with all hosts and links sound.
+    """The speeds of a pipeline, as fractions of that with all hosts and links sound.
 
     Attributes:
         base: seconds of the tasks of each block on a sound host.

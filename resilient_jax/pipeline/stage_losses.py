@@ -47,7 +47,7 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
     device_speeds: Mapping[HostName, float] = {}
 
     def get_speed(self, host: HostName) -> float:
-        """Return the speed of a host as a part of that of one with most devices."""
+        """Return the speed of a host as a fraction of that of a host with most devices."""
         return self.device_speeds.get(host, 1.0)
 
 

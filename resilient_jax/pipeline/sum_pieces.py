@@ -109,7 +109,7 @@ def _list_results(cut: CutModel, block: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SumLayout:
-    """Which hosts have which parts of the sums, and which need them.
+    """Which hosts contribute to which sums, and which need them.
 
     Attributes:
         routes: one route for each microbatch, ascending.
@@ -122,7 +122,7 @@ class SumLayout:
     units: Sequence[StateUnit]
 
     def list_first_microbatches(self, block: int) -> dict[HostName, int]:
-        """Return for each host that runs a block the first of its microbatches, which names its part of the sum."""
+        """Return for each host that runs a block the first of its microbatches, which names its contribution."""
         found: dict[HostName, int] = {}
         for route in self.routes:  # by microbatch, ascending
             host = next(hop.host for hop in route.hops if block in hop.blocks)
