@@ -32,11 +32,11 @@ from resilient_jax.cli.options import (
     check_platform,
     check_script,
     check_spares,
-    find_failure_domain,
     list_options,
     load_job_config,
     note_misplaced_options,
     print_line,
+    read_failure_domain,
     read_grace,
     read_versions,
 )
@@ -102,10 +102,12 @@ NameOption = Annotated[
 NumHostsOption = Annotated[int, typer.Option(help="Hosts to wait for before the first step.")]
 AddressOption = Annotated[
     str | None,
-    typer.Option(help="Address of this host for the others. Default: the one that reaches the store."),
+    typer.Option(
+        help="Address at which other hosts reach this one. Default: the address that reaches the store."
+    ),
 ]
 ServeOption = Annotated[
-    bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
+    bool, typer.Option("--serve-store", help="Serve the job's store from this agent, at --store.")
 ]
 DomainOption = Annotated[
     str,
@@ -170,11 +172,11 @@ def agent(
     _check_host(host_name, num_hosts)
     credentials = Credentials(token, TlsFiles.in_folder(tls) if tls is not None else None)
     checked_platform = check_platform(platform)
-    access = _find_store(store, credentials, store_tls, serve_here=serve_store_here)
+    access = _choose_store(store, credentials, store_tls, serve_here=serve_store_here)
     own_address = _choose_address(store, address)
     job_config = load_job_config(config, num_hosts)
     check_spares("--spare", int(spare), num_hosts, job_config, checked_platform)
-    failure_domain = failure_domain or (find_failure_domain(topology, host_name) if topology else "")
+    failure_domain = failure_domain or (read_failure_domain(topology, host_name) if topology else "")
     directory = create_run_directory(run_dir)  # last: bad input leaves nothing behind
     settings = AgentSettings(
         job=JobName(job),
@@ -330,7 +332,7 @@ class _WaitingForStore:
             self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
 
 
-def _find_store(
+def _choose_store(
     store: str, credentials: Credentials, store_tls: Path | None, *, serve_here: bool
 ) -> StoreAccess:
     access = make_store_access(store, credentials, store_tls)
@@ -355,7 +357,7 @@ def _check_host(name: str, expected_hosts: int) -> None:
 def _choose_address(store: str, address: str | None) -> str:
     """Return the address of this host that was given, or else the one that reaches the store."""
     where = _parse_store(store)
-    return _find_address(where, store) if address is None else _check_address(address)
+    return _probe_address(where, store) if address is None else _check_address(address)
 
 
 def _make_environment(
@@ -398,7 +400,7 @@ def _parse_store(store: str) -> tuple[str, int]:
         raise _unreachable(store, error) from error
 
 
-def _find_address(where: tuple[str, int], store: str) -> str:
+def _probe_address(where: tuple[str, int], store: str) -> str:
     """Return the address of this host from which packets to the store would be sent; no packet is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

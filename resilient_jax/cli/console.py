@@ -36,6 +36,6 @@ def open_console() -> Iterator[Console]:
 
 def _unprintable(why: str) -> OperatorError:
     return OperatorError(
-        f"standard output: cannot be written: {why}; expected a terminal, a file or a pipe that takes the result. Free "
-        "space, or send it elsewhere"
+        f"standard output: found that it cannot be written ({why}), expected a terminal, a file or a pipe that takes "
+        "the result. Free space, or send it elsewhere"
     )

@@ -33,13 +33,18 @@ HAS_PROBLEM = 1
 
 def doctor(
     platform: Annotated[
-        str | None, typer.Option(help="cpu or gpu. Default: gpu where nvidia-smi lists one, else cpu.")
+        str | None,
+        typer.Option(
+            help="What workers would compute on: cpu or gpu. Default: gpu where nvidia-smi lists one, else cpu."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
     no_experiments: Annotated[
         bool,
         typer.Option(
-            "--no-experiments", help="Checks only: experiments take 10 s on CPU, some minutes on GPUs."
+            "--no-experiments", help="Make checks only: experiments take 10 s on CPU, some minutes on GPUs."
         ),
     ] = False,
 ) -> None:

@@ -32,11 +32,17 @@ def events(
     hosts: HostsOption = None,
     lines: Annotated[
         int,
-        typer.Option("--lines", "-n", min=0, max=MAX_LINES, help="The newest events of all hosts together."),
+        typer.Option(
+            "--lines",
+            "-n",
+            min=0,
+            max=MAX_LINES,
+            help="How many of the newest events of all hosts together to print.",
+        ),
     ] = 50,
     follow: FollowOption = False,
     json_output: Annotated[
-        bool, typer.Option("--json", help="The JSON of each event, a line each, with complete details.")
+        bool, typer.Option("--json", help="Print each event as a line of JSON, with complete details.")
     ] = False,
     tls: TlsOption = None,
     store_tls: StoreTlsOption = None,
@@ -45,6 +51,8 @@ def events(
 
     A job of agents on other machines is found by --store and --job, with their token in RESILIENT_JAX_TOKEN: the agent
     of each host reads its log. A host that does not answer is named on standard error.
+
+    Example: resilient-jax events runs/first
 
     Example: resilient-jax events --store etcd://a:2379,b:2379,c:2379 --job lm -f
     """

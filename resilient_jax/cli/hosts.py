@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, find_contact
+from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, read_live_contact
 from resilient_jax.cli.options import StoreTlsOption, TlsOption
 from resilient_jax.cluster.device_quarantine import (
     clear_device_quarantine,
@@ -39,10 +39,10 @@ class HostOrder:
     """What is to be done.
 
     Attributes:
-        run_directory: of the job; None: the job is named by its store.
-        action: one of `ACTIONS`.
-        host: to which host; empty for `list`.
-        device: to which device of it, by number; None: to the host itself.
+        run_directory: folder of the job; None: the job is named by its store.
+        action: `list`, `clear` or `drain`.
+        host: host that the action is for; empty for `list`.
+        device: number of the device that the action is for, from 0; None: the action is for the host itself.
     """
 
     run_directory: Path | None
@@ -63,7 +63,7 @@ def hosts(
         ),
     ],
     duration_s: Annotated[
-        float, typer.Option("--for", help="Seconds for which what is drained takes no part.", min=1)
+        float, typer.Option("--for", help="Seconds for which a drained host or device takes no part.", min=1)
     ] = 3600.0,
     store: StoreOption = None,
     job: JobOption = None,
@@ -73,7 +73,8 @@ def hosts(
     """Show hosts and devices in quarantine, end a quarantine, or take one out of a running job for a while.
 
     The worker of a drained host stays ready, and joins again when the time is over, or the quarantine is cleared. The
-    host of a drained device stays a member: its worker is started again, then and now, see `devices_after_loss`.
+    host of a drained device stays a member: its worker is started again when the device goes, and when it is back; see
+    `devices_after_loss`.
 
     Example: resilient-jax hosts runs/first drain host-2 --for 600
 
@@ -83,7 +84,9 @@ def hosts(
     """
     order = parse_order(words, has_folder=store is None and job is None)
     chosen = choose_job(order.run_directory, store, job, tls, store_tls)
-    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    contact = (
+        read_live_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    )
     sys.stdout.write(asyncio.run(_carry_out(contact, order, duration_s)) + "\n")
 
 
@@ -95,7 +98,7 @@ def parse_order(words: Sequence[str], *, has_folder: bool) -> HostOrder:
         has_folder: whether the job is named by its run folder.
 
     Raises:
-        CallerError: there are too few or too many, or there is no such action.
+        CallerError: there are too few or too many words, or there is no such action.
     """
     rest = list(words[1:] if has_folder else words)
     action = rest[0] if rest else ""
@@ -207,9 +210,9 @@ def describe_quarantine(
     """Return a line for each host and device in quarantine, such as "host-2: for 3540 s more: the worker died 6 times".
 
     Args:
-        records: of hosts.
+        records: hosts in quarantine.
         now_s: the wall clock, in seconds since 1970.
-        devices: records of devices; a line begins with host-2:0.
+        devices: devices in quarantine, whose lines begin with a label such as host-2:0.
     """
     if not records and not devices:
         return "no host or device is in quarantine"

@@ -13,10 +13,14 @@ from resilient_jax.store.etcd_address import is_etcd_address
 from resilient_jax.transport.credentials import MISSING_TOKEN, TOKEN_VARIABLE
 
 RunDirectoryArgument = Annotated[
-    Path | None, typer.Argument(help="Run folder of a job on this machine.", metavar="[RUN_DIR]")
+    Path | None,
+    typer.Argument(
+        help="Run folder of a job on this machine; else give --store and --job.", metavar="[RUN_DIR]"
+    ),
 ]
 StoreOption = Annotated[
-    str | None, typer.Option(help="Instead of a folder, with --job: the store of the job's agents.")
+    str | None,
+    typer.Option(help="With --job, instead of a run folder: the job's store, as its agents have it."),
 ]
 JobOption = Annotated[str | None, typer.Option(help="Name of the job, as its agents have it.")]
 
@@ -84,7 +88,7 @@ def choose_job(
     return RemoteJob(store=store, job=job, tls=tls, store_tls=store_tls)
 
 
-def find_contact(run_directory: Path) -> JobContact:
+def read_live_contact(run_directory: Path) -> JobContact:
     """Return how to reach the job of this machine that runs in a folder.
 
     Raises:
@@ -94,7 +98,7 @@ def find_contact(run_directory: Path) -> JobContact:
     if not Path(f"/proc/{contact.launcher_pid}").exists():
         remove_contact(run_directory, contact)
         raise CallerError(
-            f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) was killed; expected "
-            "the run folder of a job that runs on this machine"
+            f"{run_directory}: found a job whose launcher (process {contact.launcher_pid}) was killed, expected one "
+            "that runs on this machine. Launch the job again"
         )
     return contact

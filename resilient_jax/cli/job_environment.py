@@ -22,13 +22,11 @@ def make_job_environment(
 ) -> dict[str, str]:
     """Return the environment of workers: `base` without secrets, with what a worker needs to survive its peers.
 
+    The other arguments are those of `make_worker_environment`.
+
     Args:
         base: the environment of an agent, or of `launch`.
         directory: the run folder, which gets the compilation cache.
-        platform: see `make_worker_environment`.
-        devices_per_host: see there.
-        collective_timeout_s: see there.
-        own_addresses: see there.
     """
     environment = {name: value for name, value in base.items() if name not in PRIVATE_VARIABLES}
     return environment | make_worker_environment(

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, find_contact
+from resilient_jax.cli.job_contact import JobOption, StoreOption, choose_job, read_live_contact
 from resilient_jax.cli.log_sources import check_running, describe_silence
 from resilient_jax.cli.options import StoreTlsOption, TlsOption
 from resilient_jax.cluster.agent_calls import call_agents, send_signal
@@ -35,9 +35,9 @@ class KillTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be killed.
 
     Attributes:
-        run_directory: of the job; None: the job is named by its store.
+        run_directory: folder of the job; None: the job is named by its store.
         component: the kind of processes.
-        host: whose; `leader` for the one that leads, and for its service.
+        host: host of these processes; `leader`: the one that leads, and its service.
     """
 
     run_directory: Path | None
@@ -57,7 +57,9 @@ def kill(
     ],
     store: StoreOption = None,
     job: JobOption = None,
-    stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Send SIGSTOP instead of SIGKILL: processes hang, and do not end.")
+    ] = False,
     tls: TlsOption = None,
     store_tls: StoreTlsOption = None,
 ) -> None:
@@ -74,14 +76,15 @@ def kill(
     chosen = choose_job(target.run_directory, store, job, tls, store_tls)
     number = signal.SIGSTOP if stop else signal.SIGKILL
     if isinstance(chosen, Path):
-        killed = _kill_here(find_contact(chosen), target, number)
+        killed = _kill_here(read_live_contact(chosen), target, number)
         where = str(chosen)
     else:
         killed = asyncio.run(_kill_by_agents(chosen.make_contact(calls_agents=True), target, number))
         where = f"--store {chosen.store} --job {chosen.job}"
     if not killed:
         raise CallerError(
-            f"host {target.host} runs no {target.component} now; see `resilient-jax status {where}`"
+            f"kill: found no {target.component} on host {target.host} now, expected one that runs. See "
+            f"`resilient-jax status {where}`"
         )
     pids = ", ".join(map(str, killed))
     sys.stdout.write(f"{number.name} to {target.component} on {target.host}: process {pids}\n")
@@ -95,16 +98,16 @@ def parse_target(words: Sequence[str], *, has_folder: bool) -> KillTarget:
         has_folder: whether the job is named by its run folder.
 
     Raises:
-        CallerError: there are too few or too many, or there is no such part.
+        CallerError: there are too few or too many words, or there is no such part.
     """
     expected = "RUN_DIR PART [HOST]" if has_folder else "PART [HOST] beside --store and --job"
     rest = list(words[1:] if has_folder else words)
     if not 1 <= len(rest) <= 2:
-        raise CallerError(f"found {' '.join(words)!r}, expected {expected}, with PART one of {PARTS}")
+        raise CallerError(f"kill: found {' '.join(words)!r}, expected {expected}, with PART one of {PARTS}")
     if has_folder and words[0] in set(JobComponent) and rest[0] not in set(JobComponent):
         raise CallerError(
-            f"found {' '.join(words)!r}, expected {expected}: RUN_DIR is missing, the run folder of the job, which "
-            "`launch` prints first"
+            f"kill: found {' '.join(words)!r}, expected {expected}: RUN_DIR is missing, the job's run folder, "
+            "which `launch` prints first"
         )
     if rest[0] not in set(JobComponent):
         raise CallerError(f"PART: found {rest[0]!r}, expected one of {PARTS} in {expected}")

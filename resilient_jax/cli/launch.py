@@ -28,11 +28,11 @@ from resilient_jax.cli.options import (
     check_script,
     check_spares,
     check_store,
-    find_failure_domain,
     list_options,
     load_job_config,
     note_misplaced_options,
     print_line,
+    read_failure_domain,
     read_grace,
 )
 from resilient_jax.cli.outcome_text import describe_for_launch
@@ -88,21 +88,19 @@ NOTE_OF_USED_FOLDER = (
 HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
 SparesOption = Annotated[
     int,
-    typer.Option(
-        help="Hosts to start beside those, which are ready to take the place of one that is missing."
-    ),
+    typer.Option(help="Hosts to start besides, which wait to take the place of a host that is missing."),
 ]
 RunFolderOption = Annotated[
     Path | None,
     typer.Option("--run-dir", help="Folder for logs and events. Default: `runs/DATE-TIME`."),
 ]
 RestartDelayOption = Annotated[
-    float, typer.Option(help="Seconds until a killed host is started again; negative: never.")
+    float, typer.Option(help="Seconds until a killed host is started again; negative: it is not.")
 ]
 SitesOption = Annotated[
     Path | None,
     typer.Option(
-        help="TOML with the places where the hosts run: `store_host`, and for each host a table in `sites` with "
+        help="TOML file with the places where the hosts run: `store_host`, and for each host a table in `sites` with "
         "`address` and `command_prefix`."
     ),
 ]
@@ -123,8 +121,8 @@ EtcdOption = Annotated[
 ForkOption = Annotated[
     bool,
     typer.Option(
-        help="Fork workers from one process that has imported JAX, so that they start sooner. Without it each imports "
-        "by itself, as on a pod. Workers on GPUs, and those of a script that sets environment variables, always do."
+        help="Fork workers from one process that has imported JAX, so that they start sooner. Otherwise each worker "
+        "imports JAX itself, as on a pod; so do workers on GPUs, and those of a script that sets environment variables."
     ),
 ]
 
@@ -320,7 +318,7 @@ def _check_hosts(
         )
     if topology is not None:
         for host in make_host_names(hosts + spares):
-            find_failure_domain(topology, host)
+            read_failure_domain(topology, host)
 
 
 def _load_sites(path: Path | None, hosts: int) -> Sites:
@@ -342,8 +340,8 @@ def _read_script_errors(directory: Path, hosts: Iterable[HostName], since_s: flo
     """Return the newest error of each host's script, with its complete traceback.
 
     Args:
-        directory: the run directory.
-        hosts: the job's.
+        directory: the run folder.
+        hosts: all hosts of the job.
         since_s: wall time of the job's start; an earlier job may have run in the directory.
     """
     errors: dict[HostName, str] = {}

@@ -55,9 +55,9 @@ def list_notes(found: LogRound, said: Mapping[str, str], *, is_first: bool) -> l
     """Return what is to be said about a round beside its lines.
 
     Args:
-        found: the round.
-        said: what the round before said of its silent hosts, which is not repeated.
-        is_first: whether there was none before.
+        found: what the round has read.
+        said: by host, what the round before said of its silent hosts, which is not repeated.
+        is_first: whether there was no round before.
 
     Raises:
         OperatorError: no host answered in the first round.

@@ -25,8 +25,7 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which lines are asked for.
 
     Attributes:
-        log: of each host.
-        hosts: whose; empty: of all.
+        hosts: hosts that are asked for; empty: all.
         lines: how many of the last lines of each host.
         follow: whether lines that are appended are shown, too, until the job ends.
     """
@@ -45,8 +44,8 @@ class LogRound(msgspec.Struct, frozen=True, kw_only=True):
     """What was read at one time.
 
     Attributes:
-        parts: by host.
-        silent: why there is no part, by host.
+        parts: what each host that answered has given.
+        silent: by host, why there is no part.
         is_over: whether the job had ended before, so that nothing more is written.
     """
 

@@ -14,10 +14,10 @@ from resilient_jax.cluster.run_directory import HostLog
 from resilient_jax.telemetry.log_reader import LogPart
 
 HostsOption = Annotated[
-    list[str] | None, typer.Option("--host", help="Only of this host; may be given several times.")
+    list[str] | None, typer.Option("--host", help="Print only what is of this host; repeat for several.")
 ]
 FollowOption = Annotated[
-    bool, typer.Option("--follow", "-f", help="Go on with what is appended, until the job ends.")
+    bool, typer.Option("--follow", "-f", help="Go on with what is appended, until the job ends or Ctrl-C.")
 ]
 
 
@@ -27,7 +27,10 @@ def logs(
     job: JobOption = None,
     hosts: HostsOption = None,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, max=MAX_LINES, help="The last lines of each host.")
+        int,
+        typer.Option(
+            "--lines", "-n", min=0, max=MAX_LINES, help="How many of the last lines of each host to print."
+        ),
     ] = 20,
     follow: FollowOption = False,
     tls: TlsOption = None,
@@ -37,6 +40,8 @@ def logs(
 
     A job of agents on other machines is found by --store and --job, with their token in RESILIENT_JAX_TOKEN: the agent
     of each host reads its log. A host that does not answer is named on standard error.
+
+    Example: resilient-jax logs runs/first --host host-1
 
     Example: resilient-jax logs --store etcd://a:2379,b:2379,c:2379 --job lm --host node-7 -f
     """

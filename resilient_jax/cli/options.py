@@ -28,39 +28,47 @@ DevicesOption = Annotated[
     int | None,
     typer.Option(
         "--devices-per-host",
-        help="CPU devices to make per host; on GPU how many to show. Default: for launch as many as XLA_FLAGS makes, "
-        "or 2, or an equal share of the GPUs; for agent all.",
+        help="Devices of each host: CPU devices to make, or GPUs to use. Default: for launch as many CPU devices as "
+        "XLA_FLAGS makes, or 2, or an equal share of the GPUs; for agent all.",
     ),
 ]
 PlatformOption = Annotated[
-    str | None, typer.Option(help="cpu or gpu. Default: cpu for launch, for agent what JAX finds.")
+    str | None,
+    typer.Option(
+        help="What workers compute on: cpu or gpu. Default: cpu for launch; for agent what JAX finds."
+    ),
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML with deadlines and budgets of the job (see docs/operations.md)."),
+    typer.Option(
+        "--config", help="TOML file with deadlines and budgets of the job (see docs/operations.md)."
+    ),
 ]
 RunDirectoryOption = Annotated[
-    Path, typer.Option("--run-dir", help="Where logs, events and the compilation cache go.")
+    Path, typer.Option("--run-dir", help="Folder for logs, events and the compilation cache.")
 ]
 StoreTlsOption = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with cert.pem, key.pem and ca.pem for an etcd cluster that is served over TLS."
+        help="Folder with cert.pem, key.pem and ca.pem, for an etcd cluster that is served over TLS."
     ),
 ]
 TlsOption = Annotated[
     Path | None,
-    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all of our own traffic."),
+    typer.Option(
+        help="Folder with cert.pem, key.pem and ca.pem, for mutual TLS between all processes of the job."
+    ),
 ]
 TopologyOption = Annotated[
     Path | None,
     typer.Option(
         "--topology",
-        help="File of the machines (see meshes/README.md), with all hosts of the job: parity avoids a host's own rack.",
+        help="TOML file that describes all hosts of the job (see meshes/README.md): parity avoids a host's own rack.",
     ),
 ]
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
+    bool,
+    typer.Option("--verbose", "-v", help="Show every line that workers print, also those of XLA and gloo."),
 ]
 
 
@@ -74,8 +82,8 @@ GraceOption = Annotated[
     typer.Option(
         "--grace-s",
         callback=_check_grace,
-        help="Seconds from a notice (SIGTERM) until the scheduler kills: a host that is to leave, or a checkpoint "
-        "before the job ends, has so long.",
+        help="Seconds from a notice (SIGTERM) until the scheduler kills the processes. Within these a host leaves, or "
+        "the job saves its last checkpoint.",
     ),
 ]
 END_TIME_VARIABLE = "SLURM_JOB_END_TIME"
@@ -143,11 +151,10 @@ def check_spares(option: str, spares: int, hosts: int, config: JobConfig, platfo
     """Check that a job can have so many spares.
 
     Args:
-        option: that asks for them, for the error.
-        spares: known to this command; an agent knows of itself.
-        hosts: of the job that are no spares.
-        config: of the job.
-        platform: of its workers; None: not known.
+        option: name of the option that asks for spares, for the error.
+        spares: spares that this command knows of; an agent knows of itself alone.
+        hosts: hosts of the job that are no spares.
+        platform: what workers run on; None: not known.
 
     Raises:
         CallerError: the job has one host, or fewer seats than spares.
@@ -189,8 +196,8 @@ def check_script(command: list[str], own_options: Sequence[str] = ()) -> tuple[s
         source = script.read_bytes() if script.is_file() else None
     except OSError as error:
         raise CallerError(
-            f"script {script}: cannot be read: {error.strerror}; expected a Python script that this user may read. "
-            "Check the path and its permissions"
+            f"script {script}: found a file that cannot be read ({error.strerror}), expected one that this user may "
+            "read. Check the path and its permissions"
         ) from error
     if source is None:
         raise CallerError(
@@ -201,7 +208,8 @@ def check_script(command: list[str], own_options: Sequence[str] = ()) -> tuple[s
         compile(source, str(script), "exec")
     except (SyntaxError, ValueError) as error:
         raise CallerError(
-            f"script {script}: Python cannot compile it: {error}. Correct it, then start again"
+            f"script {script}: found what Python cannot compile ({error}), expected a Python script. Correct it, then "
+            "start again"
         ) from error
     return tuple(command)
 
@@ -220,7 +228,7 @@ def list_options(context: typer.Context) -> list[str]:
     return [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
 
 
-def find_failure_domain(topology: Path, host: str) -> str:
+def read_failure_domain(topology: Path, host: str) -> str:
     """Return a host's innermost failure domain in the topology, as a path of all domains around the host.
 
     An example is "pod-1/rack-3": paths of neighbors sort together. Empty if the topology has no domains above hosts.

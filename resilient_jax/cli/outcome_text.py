@@ -18,9 +18,8 @@ def describe_for_launch(outcome: JobOutcome, directory: Path, errors: Mapping[Ho
     """Return how the job ended, with the error of a script that failed as its last lines.
 
     Args:
-        outcome: the job's.
-        directory: of logs and events.
-        errors: what the scripts of the hosts failed with, as they report it.
+        directory: folder of logs and events.
+        errors: what the scripts of the hosts failed with, as these report it.
     """
     if outcome.kind is JobOutcomeKind.DONE:
         return f"{describe_outcome(outcome)}; logs and events: {directory}"
@@ -37,7 +36,7 @@ def describe_for_launch(outcome: JobOutcome, directory: Path, errors: Mapping[Ho
     if shown != error.strip():
         logs += f" ({outcome.host}.log has the complete traceback)"
     others = [
-        f"another error on {_join_hosts(names)}: {find_exception_line(text)} (complete in {names[0]}.log)"
+        f"another error on {_join_hosts(names)}: {extract_exception_line(text)} (complete in {names[0]}.log)"
         for text, names in by_text.items()
     ]
     heading = f"the job ended: {outcome.kind} on {_join_hosts(hosts)}"
@@ -55,7 +54,7 @@ def describe_outcome(outcome: JobOutcome) -> str:
 
 def describe_for_agent(outcome: JobOutcome) -> str:
     """Return why the job ended, of a traceback only the exception: the host that failed has printed the rest."""
-    message = find_exception_line(outcome.message.strip())
+    message = extract_exception_line(outcome.message.strip())
     if outcome.kind is JobOutcomeKind.INTERRUPTED:
         return f"the job ended: {message}"
     if outcome.exit_code == ExitCode.RESTART_BUDGET_EXHAUSTED:
@@ -63,7 +62,7 @@ def describe_for_agent(outcome: JobOutcome) -> str:
     return f"the job ended: {_describe_kind(outcome)}: {message}"
 
 
-def find_exception_line(message: str) -> str:
+def extract_exception_line(message: str) -> str:
     """Return the first line of the exception of a traceback, without its frames and notes; any other message as it is.
 
     JAX adds notes to exceptions, so the last line of a traceback says nothing about the error.

@@ -22,7 +22,7 @@ from resilient_jax.cli.plan_options import (
     TopOption,
     WithoutOption,
     change_topology,
-    find_calibration,
+    choose_calibration,
     parse_axes,
 )
 from resilient_jax.cli.plan_slow_hosts import decide_slow_hosts, print_slow_hosts
@@ -91,18 +91,18 @@ def plan(
     before = load_topology(topology)
     now = change_topology(before, without or (), slow or ())
     cost = _load_cost(model)
-    constants = find_calibration(calibration, topology)
+    constants = choose_calibration(calibration, topology)
     constraints = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
 
-    def find(where: Topology, number: int) -> tuple[Plan, ...]:
+    def search(where: Topology, number: int) -> tuple[Plan, ...]:
         return search_plans(
             cost, where, global_batch=global_batch, calibration=constants, constraints=constraints, top=number
         )
 
     started = time.monotonic()
-    plans = find(now, top)
+    plans = search(now, top)
     search_s = time.monotonic() - started
-    change = _replan(find(before, 1)[0], now, constraints) if now != before else None
+    change = _replan(search(before, 1)[0], now, constraints) if now != before else None
     asked = (plans[0], now, devices_after_loss, spare, min_replicas)
     losses = decide_losses(*asked) if decide else None
     slow_hosts = decide_slow_hosts(*asked) if decide else None

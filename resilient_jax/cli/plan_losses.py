@@ -50,11 +50,11 @@ class DecidedChange:
 
     Attributes:
         when: such as "when host-7 is back with 4 devices"; empty: at once.
-        choice: of the policy.
-        before_s: a step before the loss, in seconds.
-        after: of the actions that are possible, the plan that runs then; of others none.
+        choice: what the policy chose, with all options.
+        before_s: seconds of a step before the loss.
+        after: the plan that runs after each action that is possible.
         estimate: what the loss makes of the plan; None: a spare makes up for it.
-        bytes_lost: of the state that only lost hosts held.
+        bytes_lost: size of the state that only lost hosts held.
     """
 
     when: str
@@ -64,8 +64,8 @@ class DecidedChange:
     estimate: LossEstimate | None
     bytes_lost: float
 
-    def find_speed(self, option: RecoveryOption) -> float:
-        """Return the speed after an action as a part of that before the loss; 0: nothing trains."""
+    def compute_speed(self, option: RecoveryOption) -> float:
+        """Return the speed after an action as a fraction of that before the loss; 0: nothing trains."""
         found = self.after.get(option.action)
         return self.before_s / found.step_s if found is not None else 0.0
 
@@ -75,9 +75,8 @@ class LossDecision:
     """What would be done after a loss.
 
     Attributes:
-        loss: the loss.
         changes: the decisions, in order; empty: the job stops.
-        why_stop: why no plan fits; empty: one does.
+        why_stop: why no plan fits; empty: a plan does.
     """
 
     loss: PossibleLoss
@@ -95,7 +94,7 @@ class _Job(NamedTuple):
     min_replicas: int
 
     def count_hosts(self, num_devices: int) -> float:
-        """Return what hosts with so many devices count, as the leader counts: as parts of the largest one."""
+        """Return what hosts with so many devices count, as the leader counts: as fractions of the largest one."""
         return num_devices / max(host.devices + len(host.lost_devices) for host in self.topology.hosts)
 
     def estimate(self, lost: Sequence[str]) -> LossEstimate:
@@ -116,10 +115,10 @@ def decide_losses(
 
     Args:
         plan: the plan that runs.
-        topology: on which it runs.
+        topology: cluster that the plan runs on.
         after_loss: what a host does with the devices that are left; see `JobConfig`.
         has_spare: whether a host spares.
-        min_replicas: as of `replan`.
+        min_replicas: least number of replicas; see `replan`.
     """
     prices = price_job(JobHistory(), [HostName(host.name) for host in topology.hosts])
     job = _Job(plan, topology, prices, has_spare, min_replicas)
@@ -294,7 +293,7 @@ def print_losses(console: Console, decisions: Sequence[LossDecision]) -> None:
                     str(option.action),
                     shape,
                     f"{step_s:.4g} s",
-                    f"{change.find_speed(option):.3f}",
+                    f"{change.compute_speed(option):.3f}",
                     f"{option.pause_s:.3g} s",
                     f"{option.score:.6f}",
                 )
@@ -343,7 +342,7 @@ def _describe_change(change: DecidedChange) -> dict[str, object]:
             {
                 "action": option.action,
                 "shape": change.after[option.action].shape if option.action in change.after else "",
-                "speed": change.find_speed(option),
+                "speed": change.compute_speed(option),
                 "pause_s": option.pause_s,
                 "score": option.score,
                 "why_not": option.why_not,

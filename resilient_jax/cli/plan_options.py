@@ -13,31 +13,37 @@ from resilient_jax.planning.calibration import Calibration, load_calibration
 from resilient_jax.topology import Topology
 
 CheckOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Validate a topology file and show what it describes.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Only validate a topology file, and show what it describes."),
 ]
 ClusterOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The cluster, such as meshes/h100_32x8.toml.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Topology file of the cluster, such as meshes/h100_32x8.toml."),
 ]
 ModelOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The model, such as configs/llama3_70b.toml.")
+    Path | None, typer.Option(metavar="FILE", help="File of the model, such as configs/llama3_70b.toml.")
 ]
 BatchOption = Annotated[int | None, typer.Option(help="Sequences in a step, however many hosts are live.")]
 WithoutOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="HOST[/DEVICE]", help="A host, or a device of it such as host-07/3, that died; repeat."
+        metavar="HOST[/DEVICE]",
+        help="A host that died, or a device that did, such as host-07/3; repeat for several.",
     ),
 ]
 SlowOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="HOST=SPEED",
-        help="A host, device or link at a part of its speed: host-11=0.6, host-11/2=0.6, host-11/link=0.5; repeat.",
+        help="A host, device or link at a fraction of its speed: host-11=0.6, host-11/2=0.6, host-11/link=0.5; "
+        "repeat for several.",
     ),
 ]
 AxisOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="AXIS=SIZE", help="An axis that is given, such as tensor=8; repeat."),
+    typer.Option(
+        metavar="AXIS=SIZE", help="Plan only with this size of an axis, such as tensor=8; repeat for several."
+    ),
 ]
 MinReplicasOption = Annotated[
     int,
@@ -46,7 +52,7 @@ MinReplicasOption = Annotated[
         help="Least number of replicas; with 2 or more, a job shrinks in place when one is lost.",
     ),
 ]
-TopOption = Annotated[int, typer.Option(help="How many plans to show.")]
+TopOption = Annotated[int, typer.Option(help="How many plans to show, the fastest first.")]
 CalibrationOption = Annotated[
     Path | None,
     typer.Option(
@@ -65,7 +71,8 @@ DecideOption = Annotated[
 SpareOption = Annotated[
     bool,
     typer.Option(
-        "--spare", help="With --decide: a host spares, and may take the place of a slow or a lost one."
+        "--spare",
+        help="With --decide: the job has a spare host, which may take the place of a slow or a lost one.",
     ),
 ]
 AfterLossOption = Annotated[
@@ -75,10 +82,10 @@ AfterLossOption = Annotated[
         "this name in the configuration of a job: even (as many as divide the host's number), all, or host (nothing)."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def find_calibration(path: Path | None, topology: Path) -> Calibration:
+def choose_calibration(path: Path | None, topology: Path) -> Calibration:
     """Return the calibration in a file; without a path that beside the topology, if any, else the defaults.
 
     Raises:

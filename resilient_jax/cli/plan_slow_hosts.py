@@ -27,9 +27,9 @@ class SlowDecision:
     """What would be done about a slow host or device.
 
     Attributes:
-        slow: what is slow.
-        slowdown: what it costs, and what each action makes of it, by the cost model.
-        choice: of the policy.
+        slow: host or device that is slow.
+        slowdown: cost of that, and the speed after each action, by the cost model.
+        choice: what the policy chose, with all options.
     """
 
     slow: PossibleSlowness
@@ -38,7 +38,7 @@ class SlowDecision:
 
     @property
     def speeds(self) -> dict[RecoveryAction, float]:
-        """The speed after each action, as a part of that with nothing slow; 0: it is not possible."""
+        """The speed after each action, as a fraction of that with nothing slow; 0: it is not possible."""
         down = self.slowdown
         return {
             RecoveryAction.KEEP: down.kept,
@@ -60,10 +60,10 @@ def decide_slow_hosts(
 
     Args:
         plan: the plan that runs.
-        topology: on which it runs.
+        topology: cluster that the plan runs on.
         after_loss: what a host does with the devices that are left; see `JobConfig`.
         has_spare: whether a host spares.
-        min_replicas: as of `replan`.
+        min_replicas: least number of replicas; see `replan`.
     """
     places = len(topology.hosts)
     prices = price_job(JobHistory(), [HostName(host.name) for host in topology.hosts])

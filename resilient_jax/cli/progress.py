@@ -95,8 +95,8 @@ def describe_steps(step: int, num_steps: int, steps_per_s: float | None) -> list
     """Return how far a job is, such as ["step 12 of 60", "1.5 steps/s", "32 s left"], as far as that is known.
 
     Args:
-        step: how many are committed.
-        num_steps: how many there are; 0: not known.
+        step: number of committed steps.
+        num_steps: steps of the whole job; 0: not known.
         steps_per_s: None: not known.
     """
     words = [f"step {step} of {num_steps}" if num_steps else f"step {step}"]

@@ -16,8 +16,8 @@ from resilient_jax.cli.console import open_console
 from resilient_jax.cli.replay_comparison import (
     ComparedDigest,
     compare_digests,
+    describe_other_script,
     find_last_step,
-    find_other_script,
     read_recorded_run,
 )
 from resilient_jax.cluster.run_directory import HostLog, find_logs
@@ -126,7 +126,7 @@ def compute_again(run: RunEntry, order: ReplayOrder, *, any_script: bool) -> lis
         found = read_digest_logs([output]) if output.exists() else []
         last_lines = "\n".join(printed.read_text(errors="replace").splitlines()[-MAX_ERROR_LINES:])
     refusals = [entry.why for entry in found if isinstance(entry, ReplayRefused)]
-    others = [find_other_script(run, entry) for entry in found if isinstance(entry, RunEntry)]
+    others = [describe_other_script(run, entry) for entry in found if isinstance(entry, RunEntry)]
     if others and others[0] and not any_script:
         raise StateError(
             f"replay of step {order.step}: found another script than the job ran: {others[0]}; expected the same. "

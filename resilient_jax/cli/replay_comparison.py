@@ -35,7 +35,7 @@ class ComparedDigest(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the comparison.
 
     Attributes:
-        what: was digested, such as "state" or "sum 'train'".
+        what: name of what was digested, such as "state" or "sum 'train'".
         committed: the digest that the job recorded, "" for none; several if the job itself recorded different ones.
         computed: the digest that the replay computed; "" for none.
         is_equal: None if there is nothing to compare with.
@@ -52,9 +52,9 @@ def read_recorded_run(directory: Path, logs: Mapping[str, Path], step: int) -> R
     """Return what the job of a run folder recorded.
 
     Args:
-        directory: the run folder.
-        logs: its digest logs, by host.
-        step: that is to be computed again.
+        directory: the run folder, for the error.
+        logs: digest log of each host.
+        step: number of the step that is to be computed again, for the error.
 
     Raises:
         CallerError: nothing was recorded there.
@@ -75,8 +75,8 @@ def find_last_step(recorded: RecordedRun, directory: Path, step: int) -> int:
     """Return the first recorded step from `step` on: up to it a replay computes.
 
     Raises:
-        CallerError: there is none.
-        StateError: its digests depend on which hosts computed it, or one machine cannot compute it.
+        CallerError: no such step was recorded.
+        StateError: the digests of that step depend on which hosts computed it, or one machine cannot compute it.
     """
     later = [entry for entry in recorded.steps if entry.step >= step]
     if not later:
@@ -104,7 +104,7 @@ def find_last_step(recorded: RecordedRun, directory: Path, step: int) -> int:
     return later[0].step
 
 
-def find_other_script(recorded: RunEntry, computed: RunEntry) -> str:
+def describe_other_script(recorded: RunEntry, computed: RunEntry) -> str:
     """Return what differs between the script of the job and that of the replay; "" if nothing does."""
     common = sorted(recorded.script.keys() & computed.script.keys())
     found = [

@@ -20,7 +20,7 @@ from resilient_jax.cli.job_contact import (
     RunDirectoryArgument,
     StoreOption,
     choose_job,
-    find_contact,
+    read_live_contact,
 )
 from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
@@ -46,14 +46,18 @@ def status(
     job: JobOption = None,
     tls: TlsOption = None,
     store_tls: StoreTlsOption = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it anew every second, until the job is over or Ctrl-C.")
+        bool, typer.Option("--watch", help="Show the job anew every second, until it is over or Ctrl-C.")
     ] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended.
 
     A job of agents on other machines is found by --store and --job, with their token in RESILIENT_JAX_TOKEN.
+
+    Example: resilient-jax status runs/first --watch
 
     Example: resilient-jax status --store etcd://a:2379,b:2379,c:2379 --job lm
     """
@@ -106,7 +110,9 @@ def _show(chosen: Path | RemoteJob, screen: _Screen) -> bool:
     if isinstance(chosen, Path) and (ended := read_ended_job(chosen)) is not None:
         screen.show_end(ended)
         return True
-    contact = find_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    contact = (
+        read_live_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
+    )
     try:
         report = asyncio.run(read_job_report(contact))
     except StoreUnreachable as error:
@@ -259,7 +265,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     notes += ["stopped"] if worker and worker.is_unresponsive else []
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
-    notes += [slow.describe() for slow in _find_slow_hosts(report) if slow.host == host.host]
+    notes += [slow.describe() for slow in _list_slow_hosts(report) if slow.host == host.host]
     notes += [f"trains on {host.devices}"] if host.devices else []
     notes += host.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
@@ -268,7 +274,7 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     return notes
 
 
-def _find_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
+def _list_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
     """Return what the first host of the generation has found; what others did is of earlier generations."""
     if report.generation is None or not report.generation.members:
         return ()

@@ -6,7 +6,7 @@ See README.md in this folder.
 from resilient_jax.host_exchange.collective_exchange import (
     AddingWorld,
     CollectiveExchange,
-    find_vector_size,
+    compute_vector_size,
 )
 from resilient_jax.host_exchange.mail_exchange import MailExchange
 from resilient_jax.host_exchange.messages import (
@@ -27,6 +27,6 @@ __all__ = [
     "HostExchange",
     "MailAddress",
     "MailExchange",
-    "find_vector_size",
+    "compute_vector_size",
     "gather_mail_addresses",
 ]

@@ -101,7 +101,7 @@ class CollectiveExchange:
         return total
 
 
-def find_vector_size(num_speakers: int, room_bytes: int) -> int:
+def compute_vector_size(num_speakers: int, room_bytes: int) -> int:
     """Return the size, in int32 words, of the vector in which messages of speakers travel."""
     return _round_up(num_speakers * _count_row_words(room_bytes))
 

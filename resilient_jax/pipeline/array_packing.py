@@ -15,13 +15,13 @@ ALIGNMENT_BYTES: Final = 64
 
 def pack_arrays(arrays: Sequence[Any]) -> memoryview:
     """Return the bytes of some arrays, one after the other; of a single one without a copy."""
-    parts = [_view_bytes(np.asarray(array)) for array in arrays]
-    if len(parts) == 1:
-        return parts[0].data
-    offsets, total = _find_offsets([part.nbytes for part in parts])
+    views = [_view_bytes(np.asarray(array)) for array in arrays]
+    if len(views) == 1:
+        return views[0].data
+    offsets, total = _compute_offsets([view.nbytes for view in views])
     packed = np.zeros(total, np.uint8)
-    for part, offset in zip(parts, offsets, strict=True):
-        packed[offset : offset + part.nbytes] = part
+    for view, offset in zip(views, offsets, strict=True):
+        packed[offset : offset + view.nbytes] = view
     return packed.data
 
 
@@ -34,7 +34,7 @@ def unpack_arrays(
         MessageError: the buffer has another size than these shapes need; `source` says where it came from.
     """
     sizes = [math.prod(shape.shape) * np.dtype(shape.dtype).itemsize for shape in shapes]
-    offsets, total = _find_offsets(sizes)
+    offsets, total = _compute_offsets(sizes)
     if data.nbytes != total:
         raise MessageError(
             f"{source}: found {data.nbytes} bytes, expected {total} for {len(shapes)} arrays. Run the same model on "
@@ -46,7 +46,7 @@ def unpack_arrays(
     )
 
 
-def _find_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+def _compute_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where each array begins, and how long all are."""
     offsets, total = [], 0
     for size in sizes:

@@ -37,8 +37,8 @@ class UnitState:
     """The state of a unit.
 
     Attributes:
-        weights: by name, those that are not trained, too.
-        opt_state: of the trained ones.
+        weights: values by name, also those of variables that are not trained.
+        opt_state: what the optimizer keeps for the unit's trained weights.
     """
 
     weights: Mapping[str, Any]
@@ -49,8 +49,8 @@ class BlockState:
     """The state of the units of one host.
 
     Attributes:
-        units: of the model, by number; also those that are not here.
-        states: of the units that are here, by number.
+        units: all units of the model, by number; also units that are not here.
+        states: unit number to state, of the units that are here and that an update changes.
         after_unit: called with the number of each unit when an update has made its next state.
     """
 
@@ -66,11 +66,11 @@ class BlockState:
         """Have no unit.
 
         Args:
-            units: of the model.
-            optimizer: of the job.
-            sharding: over the devices of a host, without devices; None: they are on a single one.
-            reduce_variable: what becomes of variables that the loss changes; None: it changes none.
-            donate: whether an update takes the memory of the state before: there is never more than one unit twice.
+            units: all units of the model; a unit's number is its index.
+            optimizer: transformation that is given one unit at a time.
+            sharding: layout over the devices of a host, on an abstract mesh; None: all arrays are on a single device.
+            reduce_variable: rule for variables that the loss changes; None: the loss changes none.
+            donate: whether an update takes the memory of the state before: at most one unit is then in memory twice.
         """
         self.units = units
         self._donate = donate
@@ -120,7 +120,7 @@ class BlockState:
 
     def list_complete_blocks(self) -> tuple[int, ...]:
         """Return the blocks of which all weights are here, ascending."""
-        return find_complete_blocks(self.units, self.all_states)
+        return list_complete_blocks(self.units, self.all_states)
 
     def list_weights(self, block: int) -> dict[str, Any]:
         """Return the weights of a block, by name, from all units that have some."""
@@ -145,13 +145,14 @@ class BlockState:
         If the state is donated and a program fails, no unit is left: some would be of this step, some of the next.
 
         Args:
-            sums: of each unit that is here, by number and name: of gradients, and of what microbatches make of
-                variables that the loss changes.
-            num_microbatches: that are in the sums.
-            norm: of the mean gradient of the whole model.
-            max_norm: to which gradients are scaled down; None: they are not.
-            loss: mean of the step.
-            divisor: of the sums of gradients: the weight of a weighted mean; None: the number of microbatches.
+            sums: by unit number and name, for every unit in `states`: sums of gradients, and of what microbatches make
+                of variables that the loss changes.
+            num_microbatches: how many microbatches each sum is over.
+            norm: norm of the mean gradient of the whole model.
+            max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
+            loss: mean of the step, for optimizers that take a value.
+            divisor: number that sums of gradients are divided by, the weight of a weighted mean; None: the number of
+                microbatches.
         """
         found: dict[int, UnitState] = {}
         try:
@@ -211,7 +212,7 @@ class BlockState:
             closed, after = jax.make_jaxpr(update, return_shape=True)(*arguments)
             shardings: tuple[NamedSharding, ...] = ()
             if self._sharding is not None:
-                specs = find_unit_specs(self.units[number], arguments[0], self._sharding)
+                specs = make_unit_specs(self.units[number], arguments[0], self._sharding)
                 shardings = tuple(map(self._sharding.shard, jax.tree.leaves(specs, is_leaf=is_spec)))
             kind = describe_program(closed).digest, *map(str, closed.in_avals), shardings
             donated = range(1, 1 + len(jax.tree.leaves(arguments[0]))) if self._donate else ()
@@ -222,13 +223,12 @@ class BlockState:
         return structure.unflatten(program(np.int32(0), *jax.tree.leaves(arguments)))
 
 
-def find_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
+def make_unit_specs(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
     """Return the spec of each array of a unit's state: of the optimizer's state those of the weights that it is of.
 
     Args:
-        unit: of the model.
-        state: of the unit, as arrays or their shapes.
-        sharding: over the devices of a host.
+        state: arrays or their shapes.
+        sharding: layout over the devices of a host.
     """
     weights = [weight for weight in unit.weights if weight.is_trained]
     placement = ParameterPlacement(
@@ -249,7 +249,7 @@ def is_spec(node: object) -> bool:
 
 def place_unit(unit: StateUnit, state: UnitState, sharding: StageSharding) -> UnitState:
     """Return the state of a unit on the devices of a host, as its programs take it."""
-    specs = find_unit_specs(unit, state, sharding)
+    specs = make_unit_specs(unit, state, sharding)
     return jax.tree.map(
         lambda spec, leaf: jax.device_put(leaf, sharding.place(spec)), specs, state, is_leaf=is_spec
     )
@@ -272,8 +272,7 @@ def describe_sums(
     """Return the shapes of the sums of a unit, sorted by name; sums of floats have 32 bits at least.
 
     Args:
-        unit: of the model.
-        changed: what one microbatch makes of each variable that the loss changes.
+        changed: variable name to the shape that one microbatch gives, for each variable that the loss changes.
     """
     found = {weight.name: weight.describe() for weight in unit.weights if weight.is_trained}
     found |= {weight.name: changed[weight.name] for weight in unit.weights if weight.name in changed}
@@ -302,7 +301,7 @@ def _run(
     ]
 
 
-def find_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> tuple[int, ...]:
+def list_complete_blocks(units: Sequence[StateUnit], here: Collection[int]) -> tuple[int, ...]:
     """Return the blocks of which a host with some units has all weights, ascending."""
     missing = {block for number, unit in enumerate(units) if number not in here for block in unit.blocks}
     return tuple(sorted({block for unit in units for block in unit.blocks} - missing))

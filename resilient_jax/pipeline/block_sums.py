@@ -1,12 +1,12 @@
 """The exact sums of each block's gradients over the microbatches of a step, whichever hosts compute them.
 
-1. A host adds each addend to its part of the piece's sum, in integers (`step.running_total`), so no order matters. Sums
-   are in bins: of limits, which follow from a microbatch, hosts would have to agree, and to make a sum again that did
-   not fit would be to run all tasks again.
-2. When all tasks are done, each host sends its parts to the hosts that need them, and adds theirs to its own.
+1. A host adds each addend to its contribution to the piece's sum, in integers (`step.running_total`), so no order
+   matters. Sums are in bins: of limits, which follow from a microbatch, hosts would have to agree, and to make a sum
+   again that did not fit would be to run all tasks again.
+2. When all tasks are done, each host sends its contributions to the hosts that need them, and adds theirs to its own.
 
 The sums depend on the microbatches and on nothing else: no cut, route, order or host. They go from host memory to host
-memory, each part to every holder, which for many holders of a block is more traffic than a reduction needs.
+memory, each contribution to every holder, which for many holders of a block is more traffic than a reduction needs.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from resilient_jax.step.running_total import (
 )
 from resilient_jax.transport.mail_protocol import MailKind
 
-RUNNING_PART = -1
+RUNNING_TOTAL = -1
 """The number of the running total among the parts of `Contributions`: it is the only one."""
 
 
@@ -42,13 +42,12 @@ class BlockSums:
     """What one host has of the sums of a step, and how it gets the rest.
 
     Args:
-        host: this one.
-        pieces: of the model.
-        num_microbatches: of a step.
-        reduction: exact, or exact_wide, which are the same here.
+        pieces: all pieces of the model, by number.
+        num_microbatches: microbatches of one step, over all hosts.
+        reduction: exact or exact_wide, which are the same here.
 
     Attributes:
-        sharding: over this host's devices, of the sums. By default all are on the first one.
+        sharding: layout of the sums over this host's devices. By default all are on the first one.
     """
 
     def __init__(
@@ -61,41 +60,43 @@ class BlockSums:
     ) -> None:
         if reduction == "fast":
             raise CallerError(
-                'reduction: found "fast", expected "exact" or "exact_wide": parts of a sum are added in no fixed order'
+                'reduction: found "fast", expected "exact" or "exact_wide": contributions are added in no fixed order'
             )
         self.sharding = sharding or make_single_device_stage()
         self._host = host
         self._pieces = pieces
         self._num_microbatches = num_microbatches
-        self._parts: list[Contributions] = []
+        self._contributions: list[Contributions] = []
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
         """Drop the sums of the step before."""
-        self._parts = [
+        self._contributions = [
             Contributions(self._make_spec(piece, step), limits=NO_LIMITS) for piece in self._pieces
         ]
 
     def move_to_host(self) -> bool:
         """Copy all totals to host memory until `place`; return whether all could be: one that failed is of no use."""
-        for part in self._parts:
-            number = len(part.parts)
-            part.move_to_host()
-            if len(part.parts) < number:
+        for contributions in self._contributions:
+            number = len(contributions.parts)
+            contributions.move_to_host()
+            if len(contributions.parts) < number:
                 return False
         return True
 
     def place(self) -> None:
         """Have all totals on the devices of this host again."""
-        for piece, part in zip(self._pieces, self._parts, strict=True):
-            for number, found in part.parts.items():
-                part.parts[number] = dataclasses.replace(found, total=self._place(piece, found.total))
+        for piece, contributions in zip(self._pieces, self._contributions, strict=True):
+            for number, running in contributions.parts.items():
+                total = self._place(piece, running.total)
+                contributions.parts[number] = dataclasses.replace(running, total=total)
 
     def has(self, block: int, microbatch: int) -> bool:
         """Return whether the gradients of a block for a microbatch are in the sums of this host."""
+        # All pieces of the block: a failure between two of them has left the rest without this microbatch.
         return all(
-            _has_microbatch(part, microbatch)
-            for piece, part in zip(self._pieces, self._parts, strict=True)
+            _has_microbatch(contributions, microbatch)
+            for piece, contributions in zip(self._pieces, self._contributions, strict=True)
             if piece.block == block
         )
 
@@ -103,60 +104,65 @@ class BlockSums:
         self, block: int, microbatch: int, gradients: Mapping[str, Any], results: Mapping[str, Any]
     ) -> None:
         """Add the gradients and results of a block for a microbatch, where they are not in the sums yet."""
-        for piece, part in zip(self._pieces, self._parts, strict=True):
-            if piece.block == block and not _has_microbatch(part, microbatch):
-                self._add(part, microbatch, piece.select(gradients, results))
+        for piece, contributions in zip(self._pieces, self._contributions, strict=True):
+            if piece.block == block and not _has_microbatch(contributions, microbatch):
+                self._add(contributions, microbatch, piece.select(gradients, results))
 
     def rehearse(self, block: int, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> None:
         """Run the programs of a block's sums, as for two microbatches and two hosts, and keep nothing."""
         for microbatch in range(FIRST_MICROBATCH, FIRST_MICROBATCH + 2):
             self.add(block, microbatch, gradients, results)
-        for piece, part in zip(self._pieces, self._parts, strict=True):
+        for piece, contributions in zip(self._pieces, self._contributions, strict=True):
             if piece.block == block:
-                total = part.parts[RUNNING_PART].total
+                total = contributions.parts[RUNNING_TOTAL].total
                 received = self._place(piece, jax.tree.map(np.asarray, total))
                 jax.block_until_ready(_read(merge_totals([total, received])))
         self.begin_step(0)
 
     def finish(self, mail: StepMail, layout: SumLayout) -> StepSums:
-        """Return the sums that this host needs, when all hosts have sent their parts.
+        """Return the sums that this host needs, when all hosts have sent their contributions.
 
         Raises:
             PeerUnreachable: a host is lost, or late.
         """
-        wanted = [piece for piece in self._pieces if self._host in layout.find_receivers(piece)]
+        # All are sent before any is waited for, and none is dropped: a step that is resumed sends them again, to the
+        # hosts that need them then.
+        wanted = [piece for piece in self._pieces if self._host in layout.list_receivers(piece)]
         for piece in self._pieces:
             # Also of blocks that this host has run and does not hold any more.
-            if piece in wanted or self._host in layout.find_first_microbatches(piece.block):
-                self._send_part(piece, mail, layout)
+            if piece in wanted or self._host in layout.list_first_microbatches(piece.block):
+                self._send_contribution(piece, mail, layout)
         return StepSums({piece.number: self._collect(piece, mail, layout) for piece in wanted})
 
-    def _add(self, part: Contributions, microbatch: int, addend: tuple[Any, ...]) -> None:
-        running = part.parts.get(RUNNING_PART)
+    def _add(self, contributions: Contributions, microbatch: int, addend: tuple[Any, ...]) -> None:
+        running = contributions.parts.get(RUNNING_TOTAL)
         if running is None:
-            total, microbatches = start_total(part.spec, addend, NO_LIMITS), frozenset[int]()
+            total, microbatches = start_total(contributions.spec, addend, NO_LIMITS), frozenset[int]()
         else:
+            # Donated: a sum in bins is larger than its gradients, and there is one for each of them.
             total, _ = add_to_total(running.total, addend, NO_LIMITS, donate=True)
             microbatches = running.microbatches
         # Awaited: two programs with collectives on the same devices must not be in flight together.
-        part.parts[RUNNING_PART] = Contribution(
+        contributions.parts[RUNNING_TOTAL] = Contribution(
             total=jax.block_until_ready(total), microbatches=microbatches | {microbatch}
         )
 
-    def _send_part(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> None:
-        firsts = layout.find_first_microbatches(piece.block)
+    def _send_contribution(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> None:
+        firsts = layout.list_first_microbatches(piece.block)
         if self._host in firsts:
-            data = mail.pack(jax.tree.leaves(self._parts[piece.number].parts[RUNNING_PART].total))
+            # A key has no sender: the first microbatch, which no other contribution has, says which one this is.
+            data = mail.pack(jax.tree.leaves(self._contributions[piece.number].parts[RUNNING_TOTAL].total))
             key = mail.make_key(MailKind.TOTAL, firsts[self._host], piece.number)
-            for host in sorted(layout.find_receivers(piece) - {self._host}):
+            for host in sorted(layout.list_receivers(piece) - {self._host}):
                 mail.send(host, key, data)
 
     def _collect(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> PieceSum:
-        part, totals = self._parts[piece.number], []
-        like = piece.describe_total(part.spec)
-        for host, first in layout.find_first_microbatches(piece.block).items():
+        contributions, totals = self._contributions[piece.number], []
+        like = piece.describe_total(contributions.spec)
+        # By the routes: every host that has run the block has contributed, whether it holds the block or not any more.
+        for host, first in layout.list_first_microbatches(piece.block).items():
             if host == self._host:
-                totals.append(part.parts[RUNNING_PART].total)
+                totals.append(contributions.parts[RUNNING_TOTAL].total)
                 continue
             key = mail.make_key(MailKind.TOTAL, first, piece.number)
             received = jax.tree.unflatten(
@@ -183,8 +189,8 @@ class BlockSums:
         )
 
 
-def _has_microbatch(part: Contributions, microbatch: int) -> bool:
-    return any(microbatch in contribution.microbatches for contribution in part.parts.values())
+def _has_microbatch(contributions: Contributions, microbatch: int) -> bool:
+    return any(microbatch in contribution.microbatches for contribution in contributions.parts.values())
 
 
 @jax.jit

@@ -30,12 +30,13 @@ class BoundaryLog:
         self._forgotten.discard(boundary)
         self._values[boundary] = value
         self._bytes_held += value.nbytes
+        # The oldest are the most likely to have been used: only what no task has used is sent again.
         while self._bytes_held > self._max_bytes:
             oldest = next(iter(self._values))
             self._drop(oldest)
             self._forgotten.add(oldest)
 
-    def find(self, boundary: Boundary) -> memoryview | None:
+    def get(self, boundary: Boundary) -> memoryview | None:
         """Return a value, if it is here."""
         return self._values.get(boundary)
 

@@ -31,9 +31,10 @@ class UnitRow(msgspec.Struct, frozen=True):
     """What a host says about a unit.
 
     Attributes:
-        unit: its number.
-        norm_squared: of the sum of gradients, divided by the number of microbatches; a float32.
-        digest: of the bits of the sums.
+        unit: number of the unit.
+        norm_squared: squared norm of the mean gradient, which is the sum divided by the number of microbatches; a
+            float32.
+        digest: BLAKE2b digest of the bits of all sums of the unit, 16 bytes.
     """
 
     unit: int
@@ -45,10 +46,11 @@ class HostRows(msgspec.Struct, frozen=True):
     """What a host says about a step.
 
     Attributes:
-        units: that it holds.
-        results: sums of results that it has: of loss and metrics, and of their weights.
-        report: what its tasks took, in a step in which hosts tell each other that; of no consequence for the table.
-        axes: sizes of those of its devices, on which the bits of norms depend.
+        units: a row for each unit that the host holds.
+        results: name to sum, of the scalar results that the host has: loss and metrics, and their weights.
+        report: what the tasks of the host took; None in a step in which hosts do not tell that. The table does not
+            depend on it.
+        axes: sizes of the axes of the host's device mesh, on which the bits of norms depend.
     """
 
     units: tuple[UnitRow, ...]
@@ -61,11 +63,12 @@ class CommitTable(msgspec.Struct, frozen=True):
     """What all hosts say about a step.
 
     Attributes:
-        divisor: what sums of gradients are divided by, a float32: the number of microbatches, or of a loss that is a
-            `WeightedMean` what `read_divisor` makes of its weight. Only a host with the last block knows that before.
-        norm: of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
-        loss: mean of the step, a float32.
-        results: means of the loss and of other scalar results, by path.
+        divisor: float32 that sums of gradients are divided by: the number of microbatches, or what `read_divisor` makes
+            of the loss's weight if the loss is a `WeightedMean`. Before the exchange only hosts with the last block
+            know that weight.
+        norm: norm of the mean gradient of the whole model, a float32; the same whichever hosts hold what.
+        loss: mean loss of the step, a float32.
+        results: path to mean, of the loss and of other scalar results.
     """
 
     divisor: float
@@ -84,18 +87,19 @@ def make_rows(
     """Return the rows of this host.
 
     Args:
-        sums: of the step.
-        gradients: the sums of each unit that it holds, by number and name; of variables, too.
-        num_microbatches: that are in the sums.
-        report: of its tasks, if they are told in this step.
-        axes: sizes of those of its devices.
+        sums: all sums of the step that this host needs.
+        gradients: by unit number and name, the sums of each unit that this host holds; also those of variables.
+        num_microbatches: how many microbatches each sum is over.
+        report: what the tasks of this host took; None in a step in which hosts do not tell that.
+        axes: sizes of the axes of this host's device mesh.
     """
     units, changed = [], sums.list_changed()
-    for number, found in sorted(gradients.items()):
+    for number, unit_sums in sorted(gradients.items()):
         digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(found):
-            add_array(digest, name, found[name])
-        values = [found[name] for name in sorted(found.keys() - changed)]
+        for name in sorted(unit_sums):
+            add_array(digest, name, unit_sums[name])
+        # What becomes of variables is no gradient: it is in the digest, since holders must agree, and not in the norm.
+        values = [unit_sums[name] for name in sorted(unit_sums.keys() - changed)]
         norm_squared = _square_mean(values, np.float32(num_microbatches)) if values else 0.0
         units.append(UnitRow(unit=number, norm_squared=float(norm_squared), digest=digest.digest()))
     results = {
@@ -108,18 +112,19 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
     """Return what follows from the rows of all hosts.
 
     Args:
-        rows: of each host.
-        num_microbatches: that are in the sums.
+        rows: one entry for each living host.
+        num_microbatches: how many microbatches each sum is over.
 
     Raises:
         SumsDiffer: two hosts have different sums of one unit, or of one result.
     """
-    first: dict[int, tuple[HostName, UnitRow]] = {}
+    first_rows: dict[int, tuple[HostName, UnitRow]] = {}
     results: dict[str, float] = {}
     for host in sorted(rows):
         for row in rows[host].units:
-            other, known = first.setdefault(row.unit, (host, row))
-            # A norm that is no number is not equal to itself.
+            other, known = first_rows.setdefault(row.unit, (host, row))
+            # Sums are exact, so holders have the same bits. Their norms are in floats, added up by shards: with other
+            # axes they may differ. A norm that is no number is not equal to itself.
             norms = np.array([known.norm_squared, row.norm_squared], np.float32)
             is_same_norm = rows[other].axes != rows[host].axes or np.array_equal(
                 norms[:1], norms[1:], equal_nan=True
@@ -132,11 +137,12 @@ def make_table(rows: Mapping[HostName, HostRows], num_microbatches: int) -> Comm
         _merge_results(results, host, rows[host].results)
     # Added in the order of units, in float32: not by who holds what. Of hosts with other axes the first one's counts.
     total = np.float32(0)
-    for number in sorted(first):
-        total = np.float32(total + np.float32(first[number][1].norm_squared))
+    for number in sorted(first_rows):
+        total = np.float32(total + np.float32(first_rows[number][1].norm_squared))
     sums, count = join_weights(results), np.float32(num_microbatches)
-    norm, divisor = np.sqrt(total), _find_divisor(sums.get(LOSS), count)
+    norm, divisor = np.sqrt(total), _choose_divisor(sums.get(LOSS), count)
     with np.errstate(invalid="ignore", over="ignore"):  # of sums that are not finite
+        # Rows are of sums divided by the count, as most hosts do not know the weight of the loss before the exchange.
         if divisor != count:  # in float64: neither factor is rounded on the way
             norm = np.float32(float(norm) * float(count) / float(divisor))
         means = {name: float(_divide(summed, count)) for name, summed in sums.items()}
@@ -156,14 +162,14 @@ def _merge_results(results: dict[str, float], host: HostName, found: Mapping[str
             )
 
 
-def _find_divisor(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - a number, or a `WeightedMean`
+def _choose_divisor(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - a number, or a `WeightedMean`
     """Return what a sum is divided by to get its mean."""
     return np.float32(read_divisor(summed.weight)) if isinstance(summed, WeightedMean) else count
 
 
 def _divide(summed: Any, count: np.float32) -> np.float32:  # noqa: ANN401 - as above
     total = summed.total if isinstance(summed, WeightedMean) else summed
-    return np.float32(total) / _find_divisor(summed, count)
+    return np.float32(total) / _choose_divisor(summed, count)
 
 
 @jax.jit

@@ -20,12 +20,13 @@ class CopyRequest(msgspec.Struct, frozen=True):
     """What a worker that joins tells the members, or the first member tells all.
 
     Attributes:
-        host: that asks. It is told who has all copies.
-        addresses: of the mailboxes of hosts that are no members.
-        wanted: the units that each host, those included, is to hold after the change.
-        number: in the keys of all mail about this request: what belongs to an earlier one is not taken for it. Of a
-            change that the first member asks for, the generation that it leads to; of a worker that joins, a random
-            one above those, since another worker of its host may have asked before.
+        host: host that asks, which is told who has all copies.
+        addresses: mailbox addresses of the hosts that are no members.
+        wanted: the units that each host, whether member or not, is to hold after the change.
+        number: number in the keys of all mail about this request, so that mail of an earlier request is not taken for
+            mail of this one. Of a change that the first member asks for, it is the generation that the change leads to.
+            Of a worker that joins, it is a random number above all generations, since another worker of the same host
+            may have asked before.
     """
 
     host: HostName

@@ -21,9 +21,9 @@ class ArrayCopy:
     """An array in host memory; a leaf of a tree.
 
     Attributes:
-        value: of the array, complete; of random keys their raw data.
-        spec: over the devices that it was on.
-        leaf: its kind and the implementation of random keys.
+        value: complete array; of random keys the raw data.
+        spec: spec over the mesh axes of the devices that the array was on; empty if that was a single device.
+        leaf: kind of the leaf, and the implementation of random keys.
     """
 
     value: np.ndarray

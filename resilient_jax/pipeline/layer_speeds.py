@@ -28,9 +28,9 @@ from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, sh
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
 from resilient_jax.step.device_choice import DeviceChoice
 
-FindGrowth = Callable[[int], float]
+ComputeGrowth = Callable[[int], float]
 LeaveOut = Callable[[Finding], DeviceChoice | str]
-"""Returns which slow devices a host does without, with its speed then as a part of that of all; or why with none."""
+"""Returns which slow devices a host does without, and its speed then as a fraction of that with all; or why none."""
 BlockTable = Sequence[Mapping[TaskKind, float]]
 """Of each block the seconds of its tasks on a sound host."""
 LAYERED = frozenset({FindingKind.COMPUTE, FindingKind.MEMORY})
@@ -41,13 +41,12 @@ class PipelineShape(msgspec.Struct, frozen=True, kw_only=True):
     """What a division of layers follows from, beside speeds.
 
     Attributes:
-        hosts: of the generation, in the order in which they make replicas.
+        hosts: members of the generation, in the order in which they make replicas.
         block_costs: the relative time of each block.
-        num_stages: hosts of a replica.
-        num_microbatches: of a step.
-        schedule: of the job.
+        num_stages: hosts of one replica.
+        num_microbatches: microbatches of one step, over all replicas.
         is_balanced: whether replicas share microbatches by speed.
-        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
+        device_speeds: speed of each host that has fewer devices than others, as a fraction of the others' speed.
     """
 
     hosts: tuple[HostName, ...]
@@ -67,28 +66,27 @@ def estimate_pipeline_slowdown(
     measured: TaskSeconds,
     *,
     leave_out: LeaveOut = lambda found: "",
-    find_growth: FindGrowth = lambda since_step: 1.0,
+    compute_growth: ComputeGrowth = lambda since_step: 1.0,
 ) -> Slowdown | None:
     """Return what slow hosts, or layers divided as if hosts were slow, cost; None: nothing is slow, or not known.
 
     Args:
-        generation: in which tasks were measured.
-        shape: of the pipeline.
-        findings: the hosts that are slow; one each.
+        generation: generation in which tasks were measured.
+        findings: one for each slow host.
         present: the speeds by which layers are divided.
-        measured: what tasks take on every host.
+        measured: seconds of tasks on every host; nothing is known while those of one host are missing.
         leave_out: says what the slowest host would do without slow devices.
-        find_growth: returns how many times as long steps take as before a step.
+        compute_growth: returns how many times as long steps take now as before a step.
     """
     factors = {HostName(one.host): one.factor for one in findings if one.kind in LAYERED}
     growths = {
-        HostName(one.host): find_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
+        HostName(one.host): compute_growth(one.since_step) for one in findings if one.kind is FindingKind.LINK
     }
     links = {host: growth for host, growth in growths.items() if growth > 1}
     if not (factors or present or links) or any(not measured.get(host) for host in shape.hosts):
         return None
     wanted = tuple(sorted((host, round(1 / factor, 3)) for host, factor in factors.items()))
-    base = find_block_seconds(
+    base = estimate_block_seconds(
         _divide(shape, present), shape.block_costs, measured, _slow_down(shape, factors)
     )
     tasks_s = _price_cut(shape, present, base, factors)
@@ -98,8 +96,8 @@ def estimate_pipeline_slowdown(
     speeds = _Speeds(shape=shape, base=base, present=present, factors=factors, links=of_links, full_s=full_s)
     slowdown = Slowdown(
         generation=generation,
-        kept=speeds.find(present),
-        redivided=speeds.find(wanted) if wanted != present else 0.0,
+        kept=speeds.compute(present),
+        redivided=speeds.compute(wanted) if wanted != present else 0.0,
         speeds=wanted,
     )
     candidates = sorted({*factors, *links})
@@ -108,14 +106,14 @@ def estimate_pipeline_slowdown(
     # Of equal ones the slowest by itself: where two are as slow, to replace one of them may not help.
     slowest = max(
         candidates,
-        key=lambda host: (speeds.find_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
+        key=lambda host: (speeds.compute_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
     )
     can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
     slowdown = msgspec.structs.replace(
         slowdown,
         host=slowest,
-        replaced=speeds.find_healed(slowest),
-        without=speeds.find_healed(slowest, is_gone=True) if can_do_without else 0.0,
+        replaced=speeds.compute_healed(slowest),
+        without=speeds.compute_healed(slowest, is_gone=True) if can_do_without else 0.0,
     )
     (finding,) = (one for one in findings if one.host == slowest)
     return _add_fewer_devices(slowdown, finding, leave_out(finding), speeds)
@@ -127,10 +125,9 @@ def _add_fewer_devices(
     """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
 
     Args:
-        slowdown: without it.
+        slowdown: what is known so far, without that speed.
         finding: about the slowest host.
-        choice: of its devices; or why it keeps all of them.
-        speeds: of the pipeline.
+        choice: devices that the slowest host does without; or why it keeps all of them.
     """
     slowdown = msgspec.structs.replace(
         slowdown, devices=finding.slow_devices, slow_devices=finding.slow_devices
@@ -138,20 +135,19 @@ def _add_fewer_devices(
     if isinstance(choice, str):
         return msgspec.structs.replace(slowdown, why_all_devices=choice)
     return msgspec.structs.replace(
-        slowdown, devices=choice.out, fewer_devices=speeds.find_healed(slowdown.host, share=choice.speed)
+        slowdown, devices=choice.out, fewer_devices=speeds.compute_healed(slowdown.host, share=choice.speed)
     )
 
 
 class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """The speeds of a pipeline, as parts of that with all hosts and links sound.
+    """The speeds of a pipeline, as fractions of that with all hosts and links sound.
 
     Attributes:
-        shape: of the pipeline.
-        base: what its blocks take on a sound host.
+        base: seconds of the tasks of each block on a sound host.
         present: the speeds by which layers are divided.
-        factors: how many times as long the tasks of slow hosts take.
-        links: how many times as long steps take because of the slow link of a host.
-        full_s: what a step takes with all of them sound.
+        factors: slow host to how many times as long tasks take on that host.
+        links: host with a slow link to how many times as long steps take because of that link.
+        full_s: seconds of a step with all hosts and links sound.
     """
 
     shape: PipelineShape
@@ -161,11 +157,11 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
     links: Mapping[HostName, float]
     full_s: float
 
-    def find(self, speeds: HostSpeeds) -> float:
+    def compute(self, speeds: HostSpeeds) -> float:
         """Return the speed with layers divided by `speeds`."""
-        return self._find(self.shape, speeds, self.factors, self.links)
+        return self._compute(self.shape, speeds, self.factors, self.links)
 
-    def find_healed(self, host: HostName, *, is_gone: bool = False, share: float = 1.0) -> float:
+    def compute_healed(self, host: HostName, *, is_gone: bool = False, share: float = 1.0) -> float:
         """Return the speed with a sound host in the place of one, which has a share of the devices, or without it."""
         shape = self.shape
         if share < 1:
@@ -177,9 +173,9 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
             {name: factor for name, factor in found.items() if name != host}
             for found in (self.factors, self.links)
         )
-        return self._find(shape, tuple(one for one in self.present if one[0] != host), factors, links)
+        return self._compute(shape, tuple(one for one in self.present if one[0] != host), factors, links)
 
-    def _find(
+    def _compute(
         self,
         shape: PipelineShape,
         speeds: HostSpeeds,
@@ -191,7 +187,7 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def find_block_seconds(
+def estimate_block_seconds(
     teams: Sequence[Team],
     block_costs: Sequence[float],
     measured: TaskSeconds,
@@ -200,7 +196,7 @@ def find_block_seconds(
     """Return what each block takes on a sound host: the mean over the replicas.
 
     >>> measured = {"a": {"F": 1.0}, "b": {"F": 8.0}}
-    >>> table = find_block_seconds([[("a", 1), ("b", 2)]], [1.0, 1.0, 3.0], measured, {"b": 2.0})
+    >>> table = estimate_block_seconds([[("a", 1), ("b", 2)]], [1.0, 1.0, 3.0], measured, {"b": 2.0})
     >>> [block["F"] for block in table]
     [1.0, 1.0, 3.0]
     """

@@ -22,8 +22,8 @@ class MailExchanges:
     """A measurement that is prepared.
 
     Args:
-        mail: of the step that begins.
-        hosts: in order of their indexes.
+        mail: mail of the step that begins.
+        hosts: all hosts in the order of their indexes.
         own: index of this host.
         rounds: who exchanges with whom.
         size: bytes that a host sends in an exchange.

@@ -14,14 +14,14 @@ class PipelineConfig:
     """What stays the same during a job.
 
     Attributes:
-        num_microbatches: of a step.
+        num_microbatches: microbatches of one step, over all replicas.
         schedule: which tasks a hop has, and when weight gradients are computed; it changes no bit.
-        reduction: of gradients over microbatches.
-        max_norm: to which gradients are scaled down; None: they are not.
-        log_bytes: of boundary values that a host keeps until the step is committed.
+        reduction: how gradients are added up over microbatches.
+        max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
+        log_bytes: memory for boundary values that a host keeps until the step is committed.
         wait_timeout_s: the longest wait for one value.
-        params: a tree like the trained variables, whose leaves are the first of all; None: all are trained.
-        reduce_variable: what becomes of variables that the loss changes; None: it changes none.
+        params: tree like the trained variables, whose leaves are the first of the model's; None: all are trained.
+        reduce_variable: rule for variables that the loss changes; None: the loss changes none.
         step_mail: the mail of a step, of the kind of the host's service.
         donate_state: whether an update takes the memory of the state before.
     """

@@ -64,11 +64,12 @@ class PipelineGeneration:
     """The hosts that a step is run by.
 
     Attributes:
-        number: of the routes; only grows.
-        hosts: the living ones, sorted.
-        holders: of each block; dead hosts may be among them.
-        addresses: of the mailboxes of the living hosts.
-        sharding: over the devices of this host, as that of the model without devices; None: its first device.
+        number: generation of the routes; it only grows.
+        hosts: the living hosts, sorted.
+        holders: the hosts that have each block; dead hosts may be among them.
+        addresses: mailbox address of each living host.
+        sharding: layout over the devices of this host, with the axes of the model's abstract mesh; None: its first
+            device.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
@@ -90,21 +91,20 @@ class PipelineWorker:
     """The pipeline of one host.
 
     Attributes:
-        host: this one.
-        cut: the model.
-        config: of the job.
-        service: the mail of this host.
-        state: of the units that it holds.
-        step: the next one to be committed.
+        service: carrier of this host's mail.
+        state: weights and optimizer state of the units that this host holds.
+        step: number of the next step to be committed.
         unit_holders: the hosts that had each unit when the hosts last agreed on a step.
-        timings: of the tasks of this host.
+        timings: what the tasks of this host take.
         received: what has come by mail.
         reports: what all hosts said of their tasks in the last step; empty where they said nothing.
-        routed_in: the generation of the routes of the step under way; 0: nothing of it has begun.
-        before_donation: called before an update takes the memory of the state; returns when no thread reads that.
+        routed_in: generation whose routes the step under way has; 0: nothing of the step has begun.
+        before_donation: called before an update takes the memory of the state; returns when no thread reads that
+            memory.
         after_commit: called with each step that was committed, and the sums of this host's units.
-        lasting_hosts: those that had trained before, when the hosts last agreed on a step: others have copies of units.
-        block_seconds: by which tasks are put in order; the same on all hosts. A generation begins with equal times.
+        lasting_hosts: hosts that had trained before the hosts last agreed on a step: other hosts have copies of units.
+        block_seconds: times by which tasks are put in order, the same on all hosts. A generation begins with equal
+            times.
     """
 
     def __init__(
@@ -120,12 +120,9 @@ class PipelineWorker:
         """Create it without state.
 
         Args:
-            host: this one.
-            cut: the model; the same on all hosts.
-            optimizer: of the job.
-            config: of the job.
-            service: the mail of this host; its owner closes it.
-            read: reads microbatches.
+            cut: the model, the same on all hosts.
+            service: carrier of this host's mail; its owner closes it.
+            read: reads one microbatch of a step.
             check: raises what ends a wait, such as the end of the generation.
         """
         units = list_state_units(cut, config.params)
@@ -204,9 +201,9 @@ class PipelineWorker:
         """Replace the state by that after `step` steps; what was done of another step is dropped.
 
         Args:
-            step: the next one to be committed.
-            states: of the units that this host is to hold, by number.
-            are_copies: they were copied while the others trained, and this host knows nothing else of the job.
+            step: number of the next step to be committed.
+            states: unit number to state, for the units that this host is to hold.
+            are_copies: whether these were copied while the others trained, and this host knows nothing else of the job.
         """
         self._has_copies = are_copies
         if step != self.step:
@@ -281,48 +278,58 @@ class PipelineWorker:
             forgotten=tuple(sorted(self._log.forgotten)),
             has_copies=self._has_copies,
         )
+        # Hosts may be at different steps, and mail of a finished step is refused: this mail is of no step.
         any_step = dataclasses.replace(self.make_mail(), step=PROGRESS_STEP)
         hosts = self._require_generation().hosts
-        found = any_step.make_exchange(hosts, self.host, MailKind.PROGRESS).gather_by_host(mine)
+        told = any_step.make_exchange(hosts, self.host, MailKind.PROGRESS).gather_by_host(mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
-        newest = max(found.values(), key=lambda one: (one.step, one.table is not None))
-        found = drop_late_copies(found, newest.step)
-        if self._has_copies and self.step < newest.step:
+        furthest = max(told.values(), key=lambda progress: (progress.step, progress.table is not None))
+        # Whoever was in the last generation is one step behind at most: to commit a step takes the rows of all hosts,
+        # and each sends its own only after the commit before. So all that it lacks is the table of that step.
+        told = drop_late_copies(told, furthest.step)
+        if self._has_copies and self.step < furthest.step:
             self.drop_step()
             self.state.replace({})
         if not self.state.states:
-            self.step, self._table = newest.step, newest.table
-        elif self.step < newest.step:
-            if self._gradients is None or newest.table is None or self.step + 1 < newest.step:
+            # Its units come from the others. The table is for a host that is behind when the hosts agree once more.
+            self.step, self._table = furthest.step, furthest.table
+        elif self.step < furthest.step:
+            if self._gradients is None or furthest.table is None or self.step + 1 < furthest.step:
                 raise PeerUnreachable(
-                    f"step: found a host that has committed step {newest.step - 1}, and {self.host} without sums of "
+                    f"step: found a host that has committed step {furthest.step - 1}, and {self.host} without sums of "
                     f"step {self.step}, with which it could commit it, too; a snapshot is needed"
                 )
-            self._commit(newest.table, self._gradients)
+            # The sums of that step are kept from before this host's row was sent: nobody could commit without that.
+            self._commit(furthest.table, self._gradients)
+        # Those that are behind commit the step now, as this host may have done: they are counted as being there.
         self._progress = {
-            host: one if one.step == newest.step else catch_up(one, newest.step, self._units)
-            for host, one in found.items()
+            host: progress
+            if progress.step == furthest.step
+            else catch_up(progress, furthest.step, self._units)
+            for host, progress in told.items()
         }
         self.unit_holders = tuple(
             frozenset(
                 host
-                for host, one in found.items()
-                if number in (one.units_here if one.step == newest.step else one.units_after)
+                for host, progress in told.items()
+                if number in (progress.units_here if progress.step == furthest.step else progress.units_after)
             )
             for number in range(len(self._units))
         )
         self.lasting_hosts = frozenset(
-            host for host, one in found.items() if one.units_here and not one.has_copies
+            host for host, progress in told.items() if progress.units_here and not progress.has_copies
         )
         self._has_copies = False
-        self._gradients = None  # with these no host has committed the step, and none will
+        # No host that is left has committed the step with these sums, and none will: holders of units may change before
+        # it is resumed, and all exchange their sums anew.
+        self._gradients = None
         return self.step
 
     def resume_step(self, routes: Routes, before_task: BeforeTask = lambda task: None) -> None:
         """Go on with the step that `agree_on_step` gave: only what the dead hosts had is computed again.
 
         Args:
-            routes: of the step, if no host has begun it.
+            routes: routes with which the step begins if no host has begun it.
             before_task: called before each task.
 
         Raises:
@@ -331,12 +338,13 @@ class PipelineWorker:
         """
         newest = find_newest_routing(self._progress)
         if self.routed_in != newest:
-            self.drop_step()  # the others have done it again
+            self.drop_step()  # the others went on without this host, and have done it again
         if not newest:
             self.begin_step(routes, before_task)
             return
         found = plan_continuation(self._progress, len(self.cut.blocks), self.config.schedule)
         self._routes, self.routed_in = found.routes, self._require_generation().number
+        # Values of the old generation are lost on their way: each goes again from the log of its sender.
         self._runner.forget(found.redone)
         mail = self.make_mail()
         for resend in found.resends:
@@ -348,7 +356,7 @@ class PipelineWorker:
         """Load the programs of all kinds of blocks, and of the updates of the units that are here, on zeros.
 
         Args:
-            sharding: over the devices of this host.
+            sharding: layout over the devices of this host.
         """
         config = self.config
         self._runner.sharding = self._sums.sharding = sharding
@@ -389,27 +397,29 @@ class PipelineWorker:
         Args:
             before_update: called with the table when this host knows that all hosts have their sums; what it raises
                 keeps the step from being committed.
-            report: of this host's tasks, in a step in which all hosts tell theirs.
+            report: what the tasks of this host took; None in a step in which hosts do not tell that.
 
         Raises:
             PeerUnreachable: a host is lost, or late; nothing is updated here, and the step may be resumed.
             SumsDiffer: a host computes wrongly; nothing is updated on any host.
-            Exception: of an update that fails in its middle, after which this host has no state any more.
+            Exception: what an update raises that fails in its middle; if the state is donated, this host has no state
+                any more.
         """
         config, mail = self.config, self.make_mail()
         sums = self._sums.finish(
             mail, SumLayout(self._routes, self._require_generation().living_holders, self._units)
         )
         gradients = {number: sums.add_up_unit(number) for number in self.state.states}
+        # Before its row is sent: from then on another host may commit, and this one must be able to (`agree_on_step`).
         self._gradients = gradients
         axes = tuple(self._sums.sharding.mesh.shape.values())
         rows = make_rows(sums, gradients, config.num_microbatches, report, axes)
         hosts = self._require_generation().hosts
-        found = mail.make_exchange(hosts, self.host, MailKind.ROWS).gather_by_host(rows)
-        table = make_table(found, config.num_microbatches)
+        rows_by_host = mail.make_exchange(hosts, self.host, MailKind.ROWS).gather_by_host(rows)
+        table = make_table(rows_by_host, config.num_microbatches)
         before_update(table)  # first: of numbers that are not finite it says so
         self._commit(table, gradients)
-        self.reports = {host: one.report for host, one in found.items() if one.report is not None}
+        self.reports = {host: own.report for host, own in rows_by_host.items() if own.report is not None}
         return table
 
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
@@ -435,7 +445,7 @@ class PipelineWorker:
 
     def _run(self, before_task: BeforeTask, done: Collection[Task] = ()) -> None:
         mail = self.make_mail()
-        order = self._find_order(frozenset(done))
+        order = self._order_own_tasks(frozenset(done))
         blocks = {block for task in order for block in task.hop.blocks}
         weights = {block: self.state.list_weights(block) for block in blocks}
         routes = {route.microbatch: route for route in self._routes}
@@ -444,7 +454,7 @@ class PipelineWorker:
             order, routes, mail, weights, lambda microbatch: self._read(step, microbatch), before_task
         )
 
-    def _find_order(self, done: frozenset[Task]) -> tuple[Task, ...]:
+    def _order_own_tasks(self, done: frozenset[Task]) -> tuple[Task, ...]:
         """Return the order of this host's tasks; that of the same routes is made once."""
         wanted = self._routes, done, self.block_seconds
         if self._ordered != wanted:

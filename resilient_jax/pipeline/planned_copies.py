@@ -26,10 +26,10 @@ class _Change:
     """A change that the first member prepares.
 
     Attributes:
-        number: of the generation that it leads to.
+        number: generation that the change leads to.
         hosts: the members.
-        missing: those that lack copies.
-        deadline_s: of the monotonic clock; then the change comes all the same.
+        missing: members that have not said that they have all copies.
+        deadline_s: time of the monotonic clock when the change comes all the same.
     """
 
     number: int
@@ -49,9 +49,8 @@ class PlannedCopies:
         """Have no change planned.
 
         Args:
-            own: this host.
-            generation: of the members.
-            service: the mail of this host.
+            generation: number of the members' generation.
+            service: carrier of this host's mail.
         """
         self._own = own
         self._generation = generation
@@ -71,10 +70,10 @@ class PlannedCopies:
         """Have copies made for a change; the first member calls this, once.
 
         Args:
-            number: of the generation that it leads to.
-            wanted: the units that each host is to hold then: none if it leaves.
-            addresses: of the mailboxes of those that are no members.
-            deadline_s: of the monotonic clock; then the change comes all the same.
+            number: generation that the change leads to.
+            wanted: the units that each host is to hold then: none if the host leaves.
+            addresses: mailbox addresses of the hosts that are no members.
+            deadline_s: time of the monotonic clock when the change comes all the same.
         """
         self.prepared = number
         hosts = tuple(sorted(wanted.keys() - addresses.keys()))

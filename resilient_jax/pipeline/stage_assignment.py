@@ -33,8 +33,8 @@ def assign_stages(
     ('a', 'b', 'c', 'd')
 
     Args:
-        hosts: that make replicas now.
-        before: those that did before, in their order. A host that is among them is taken to have its blocks.
+        hosts: hosts that make replicas now.
+        before: hosts that made replicas before, in their order; a host that is among them is taken to have its blocks.
         block_costs: the relative time of each block.
         num_stages: hosts of a replica.
     """

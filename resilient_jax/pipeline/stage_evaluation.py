@@ -45,8 +45,8 @@ class MicrobatchResults(msgspec.Struct, frozen=True):
     """Loss and metrics of a microbatch that are made on one host.
 
     Attributes:
-        microbatch: its index in the evaluation.
-        values: float32, by name.
+        microbatch: index in the evaluation.
+        values: float32 results by name.
     """
 
     microbatch: int
@@ -64,10 +64,9 @@ class StageEvaluation:
     """One host's part in evaluations.
 
     Attributes:
-        host: this one.
-        blocks: of the loss that is evaluated, all of them.
+        blocks: all blocks of the loss that is evaluated.
         read: reads microbatches.
-        sharding: over this host's devices, as that of the blocks without devices.
+        sharding: layout over this host's devices, with the axes of the blocks' abstract mesh.
         before_microbatch: called before this host computes a microbatch.
     """
 
@@ -87,10 +86,10 @@ class StageEvaluation:
         """Return the sums of loss and metrics over all microbatches, by name. Every host must call this.
 
         Args:
-            routes: of the microbatches.
+            routes: one route for each microbatch, in the order of microbatches.
             hosts: all that take part, in the same order everywhere.
-            weights: of each block that this host has.
-            mail: of the state that is evaluated, and of this generation.
+            weights: block number to weights, for each block that this host has.
+            mail: mail of this generation, at the step whose state is evaluated.
 
         Raises:
             PeerUnreachable: a host is lost, or late.

@@ -25,15 +25,14 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         teams: the replicas.
-        quotas: of each of them.
+        quotas: microbatches of each replica.
         absent: the hosts whose stages are kept for them.
         num_stages: hosts of a replica, as the job was started with.
-        schedule: of the job.
-        block_costs: of each block, by which the model is cut, whatever its tasks are measured to take.
-        block_seconds: of each block what its tasks take, in any unit of time.
-        block_bytes: of each block the bytes of its state.
-        bytes_per_s: at which a host gets blocks.
-        device_speeds: of hosts with fewer devices than others, as parts of the speed of these.
+        block_costs: relative time of each block, by which the model is cut whatever its tasks are measured to take.
+        block_seconds: what the tasks of each block take, in any unit of time.
+        block_bytes: size of the state of each block.
+        bytes_per_s: rate at which a host gets blocks.
+        device_speeds: speed of each host that has fewer devices than others, as a fraction of the others' speed.
     """
 
     teams: tuple[Team, ...]
@@ -47,15 +46,15 @@ class StageLayout(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     device_speeds: Mapping[HostName, float] = {}
 
-    def find_speed(self, host: HostName) -> float:
-        """Return the speed of a host as a part of that of one with most devices."""
+    def get_speed(self, host: HostName) -> float:
+        """Return the speed of a host as a fraction of that of a host with most devices."""
         return self.device_speeds.get(host, 1.0)
 
 
 def count_unlike_tasks(layout: StageLayout) -> int:
     """Return how many tasks replicas have that differ by stages, speeds or microbatches; what an estimate takes."""
     unlike = {
-        (quota, *((count, layout.find_speed(host)) for host, count in team))
+        (quota, *((count, layout.get_speed(host)) for host, count in team))
         for team, quota in zip(layout.teams, layout.quotas, strict=True)
     }
     return sum(quota * len(stages) for quota, *stages in unlike) * len(KINDS[layout.schedule])
@@ -89,7 +88,7 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
     complete_now = list_complete_teams(layout.teams, layout.absent)
     team_of = {host: number for number, team in enumerate(layout.teams) for host, _ in team}
     places = {
-        host: (len(team), place, number in complete_now, layout.find_speed(host))
+        host: (len(team), place, number in complete_now, layout.get_speed(host))
         for number, team in enumerate(layout.teams)
         for place, (host, _) in enumerate(team)
     }
@@ -102,14 +101,14 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
         absent = {*layout.absent, *lost}
         complete = tuple(
             sorted(
-                tuple(layout.find_speed(host) for host, _ in layout.teams[team])
+                tuple(layout.get_speed(host) for host, _ in layout.teams[team])
                 for team in list_complete_teams(layout.teams, absent)
             )
         )
         if complete not in kept:  # replicas of as many hosts with as many devices are alike
             quotas = share_microbatches(layout.teams, num_microbatches, absent, layout.device_speeds)
             kept[complete] = present_s / _price(layout, layout.teams, quotas) if complete else 0.0
-        speeds = tuple(sorted(map(layout.find_speed, lost)))
+        speeds = tuple(sorted(map(layout.get_speed, lost)))
         if speeds not in cut_s:
             cut = cut_without(lost)
             quotas = share_microbatches(cut, num_microbatches, speeds=layout.device_speeds)
@@ -148,7 +147,7 @@ def estimate_stage_outlook(layout: StageLayout, most_lost: int) -> StageOutlook 
         return None
     present_s, num_microbatches = _price(layout, layout.teams, layout.quotas), sum(layout.quotas)
     kept = [1.0]
-    by_speed = sorted(replicas, key=lambda replica: -sum(map(layout.find_speed, replica)))
+    by_speed = sorted(replicas, key=lambda replica: -sum(map(layout.get_speed, replica)))
     for number in range(1, min(most_lost, len(replicas)) + 1):
         absent = layout.absent.union(*by_speed[:number])
         quotas = share_microbatches(layout.teams, num_microbatches, absent, layout.device_speeds)
@@ -191,7 +190,7 @@ def _price(layout: StageLayout, teams: Sequence[Team], quotas: Sequence[int]) ->
         total = seconds.setdefault(host, {})
         for block in blocks:
             for kind, one in layout.block_seconds[block].items():
-                total[kind] = total.get(kind, 0.0) + one / layout.find_speed(host)
+                total[kind] = total.get(kind, 0.0) + one / layout.get_speed(host)
     measured: TaskSeconds = seconds
     division = StepDivision(tuple(quotas), spread_over_blocks(teams, measured))
     return price_division(teams, division, measured, layout.schedule)

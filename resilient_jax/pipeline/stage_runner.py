@@ -68,8 +68,8 @@ class StageRunner:
 
     Attributes:
         done: the tasks that are finished in this step.
-        timings: of the tasks that were run in this step.
-        sharding: over this host's devices, of what comes from other hosts. By default all is on the first one.
+        timings: what the tasks of this step took.
+        sharding: layout over this host's devices of what comes from other hosts. By default all is on the first one.
         throttle: makes devices slow that a chaos campaign has slowed down; None: none is.
     """
 
@@ -142,19 +142,19 @@ class StageRunner:
         """Run the tasks that are not finished.
 
         Args:
-            order: of this host's tasks.
-            routes: by microbatch.
-            mail: of this step and generation.
-            weights: of each block that the order has.
-            read: reads microbatches.
+            order: tasks of this host, as they follow one another.
+            routes: microbatch to route.
+            mail: mail of this step and generation.
+            weights: block number to weights, for each block that the order has.
+            read: gives batch and random key of a microbatch of this step.
             before_task: called before each task.
 
         Raises:
             PeerUnreachable: a value does not come. Finished tasks stay finished.
-            Exception: of a program; the microbatch is computed again from the first task of its hop on.
+            Exception: what a program raises; the microbatch is computed again from the first task of its hop on.
         """
         for task in order:
-            if task in self.done:
+            if task in self.done:  # before a failure, in another order of the same step
                 continue
             before_task(task)
             route = routes[task.microbatch]
@@ -165,7 +165,8 @@ class StageRunner:
                 with worker_activity.task(WorkerTask.COMPUTE):
                     sent = self._run_at_speed(functools.partial(self._execute, task, received, weights, read))
             except BaseException:
-                # A backward pass uses up what the forward pass has left, also where it fails.
+                # A backward pass uses up what the forward pass has left, also where it fails: so all of the hop is done
+                # again. What its tasks take is sent again when the step is resumed, as no finished task has used it.
                 self.done -= {Task(kind, task.microbatch, task.hop) for kind in TaskKind}
                 raise
             # Finished before it is sent: if the receiver is dead, the value is in the log for the one that takes over.
@@ -195,9 +196,9 @@ class StageRunner:
         """Send a value out of the log.
 
         Raises:
-            InternalError: it is not there.
+            InternalError: the value is not in the log.
         """
-        value = self._log.find(boundary)
+        value = self._log.get(boundary)
         if value is None:
             raise InternalError(
                 f"{boundary} is not in the log of {self._host}; its task should have been run again"
@@ -258,6 +259,7 @@ class StageRunner:
             case TaskKind.FORWARD:
                 return self._forward(task, received or (), weights, read)
             case TaskKind.BACKWARD | TaskKind.INPUT_GRADIENT:
+                # Nothing comes for the last block: its gradient is that of the loss for itself.
                 g = received if received is not None else self._place(self._cut.loss_gradient)
                 return self._backward(task, g, weights)
             case TaskKind.WEIGHT_GRADIENT:
@@ -283,8 +285,10 @@ class StageRunner:
             residuals.append(kept)
             if block.number + 1 == self._cut.num_blocks:
                 results = {**results, LOSS: x[0]}
+            # Kept until the block's gradients are there: a sum takes both at once, or neither.
             self._results[task.microbatch, block.number] = results
         self._residuals[task.microbatch, task.hop] = residuals
+        # Awaited once for all blocks: each needs the output of the one before, which keeps their order on all devices.
         jax.block_until_ready((x, residuals))
         return x
 
@@ -305,6 +309,7 @@ class StageRunner:
 
     def _hand_out(self, block: int, microbatch: int, gradients: Mapping[str, Any]) -> None:
         results = self._results.pop((microbatch, block))
+        # A task that is run again for the value that it sends has added its gradients before.
         if not self._sink.has(block, microbatch):
             self._sink.add(block, microbatch, gradients, results)
 

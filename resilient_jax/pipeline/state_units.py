@@ -21,11 +21,11 @@ class StateUnit:
     """Weights that the same blocks use.
 
     Attributes:
-        blocks: that use them, ascending; one, unless they are shared.
-        weights: in the order of the model's table.
-        table: of the model.
-        params_table: of the trained weights alone, for the tree that the optimizer sees; its leaves are the first of
-            those of `table`.
+        blocks: numbers of the blocks that use the weights, ascending; several only of shared weights.
+        weights: every weight of the unit, in the order of the model's table.
+        table: table of all weights of the model.
+        params_table: table of the model's trained weights alone, for the tree that the optimizer sees; its leaves are
+            the first ones of `table`.
     """
 
     blocks: tuple[int, ...]
@@ -38,7 +38,7 @@ class StateUnit:
         """The names of the weights that get gradients."""
         return tuple(weight.name for weight in self.weights if weight.is_trained)
 
-    def find_holders(self, holders: Sequence[Collection[HostName]]) -> frozenset[HostName]:
+    def list_holders(self, holders: Sequence[Collection[HostName]]) -> frozenset[HostName]:
         """Return the hosts that have the unit, from the holders of each block."""
         return frozenset().union(*(holders[block] for block in self.blocks))
 
@@ -64,8 +64,7 @@ def list_state_units(cut: CutModel, params: Tree | None = None) -> tuple[StateUn
     """Return the units of a model in the order of their blocks; each block has one of its own, maybe an empty one.
 
     Args:
-        cut: the model.
-        params: a tree of its trained variables, whose leaves are the first ones of all; None: all are trained.
+        params: tree of the trained variables, whose leaves are the first of the model's; None: all are trained.
     """
     table = params_table = cut.trace.table
     if params is not None:

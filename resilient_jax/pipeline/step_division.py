@@ -30,7 +30,7 @@ class StepDivision(msgspec.Struct, frozen=True):
 
     Attributes:
         quotas: how many microbatches each replica computes.
-        seconds: of a block's task on a host, by which tasks are put in order.
+        seconds: time of a block's task on a host, by which tasks are put in order.
     """
 
     quotas: tuple[int, ...]
@@ -63,8 +63,7 @@ class DivisionChooser:
 
         Args:
             teams: the replicas.
-            quotas: of each of them.
-            schedule: of the job.
+            quotas: microbatches of each replica.
         """
         self.present = StepDivision(tuple(quotas))
         self._teams = [tuple(team) for team in teams]
@@ -80,7 +79,7 @@ class DivisionChooser:
         It must pay by what was measured now and by what was measured the time before.
 
         Args:
-            measured: of every host of the replicas; nothing follows while one of them is not known.
+            measured: times of every host of the replicas; nothing follows while those of one host are not known.
         """
         hosts = {host for team in self._teams for host, _ in team}
         if any(not measured.get(host) for host in hosts):
@@ -175,8 +174,8 @@ def divide_by_speed(teams: Sequence[Team], quotas: Sequence[int], measured: Task
 
     Args:
         teams: the replicas.
-        quotas: that they have now, which add up to the step's microbatches.
-        measured: of all their hosts.
+        quotas: microbatches that each replica has now; they add up to the step's.
+        measured: times of every host of the replicas.
     """
     if sum(quotas) <= len(teams):
         return tuple(quotas)

@@ -28,13 +28,13 @@ class StepDurations:
         found._seconds.extend(self._seconds)
         return found
 
-    def find_growth(self, since_step: int) -> float:
+    def compute_growth(self, since_step: int) -> float:
         """Return how many times as long steps take now as before a step; 1: no longer, or that is not known.
 
         >>> durations = StepDurations()
         >>> for step in range(40):
         ...     durations.add(step, 0.1 if step < 20 else 0.3)
-        >>> round(durations.find_growth(20), 2)
+        >>> round(durations.compute_growth(20), 2)
         3.0
         """
         before = [seconds for step, seconds in self._seconds if step < since_step]

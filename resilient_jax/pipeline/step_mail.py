@@ -70,9 +70,9 @@ class StepMail:
     """Sends and takes the values of a step.
 
     Attributes:
-        service: of this host.
-        generation: of the routes.
-        step: of the state.
+        service: carrier of this host's mail.
+        generation: generation of the routes.
+        step: number of committed steps of the state.
         wait_timeout_s: the longest wait for one value.
         check: raises what ends a wait, such as the end of the generation.
     """
@@ -132,7 +132,7 @@ class StepMail:
 
         Raises:
             PeerUnreachable: the sender is lost, or late.
-            MessageError: it does not decode.
+            MessageError: what came does not decode as a message of this type.
         """
         decoder: Any = msgspec.msgpack.Decoder(kind)
         return decode_message(decoder, self.take_bytes(sender, key), f"{key} from {sender}")

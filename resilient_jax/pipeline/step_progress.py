@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import find_complete_blocks
+from resilient_jax.pipeline.block_state import list_complete_blocks
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline_schedule.rerouting import BACKWARD_KINDS, Resend, find_resends, reroute
@@ -31,16 +31,17 @@ class TaskProgress(msgspec.Struct, frozen=True):
     """What a host says.
 
     Attributes:
-        step: the next one that it commits; 0 with no state at all.
-        table: of the step before, with which a host that has its sums can commit it, too; None in the first step.
-        units_here: which it has; also those that it has only until the step is committed.
-        units_after: which it updates, and has afterwards.
-        blocks: whose weights it has.
-        routed_in: the generation of its routes; 0: it has begun nothing of the step.
-        routes: of the step.
+        step: number of the next step that the host commits; 0 also for a host with no state at all.
+        table: commit table of the step before, with which another host that has its sums can commit that step, too;
+            None if the host does not know it, as in the first step.
+        units_here: units that the host has; also those that it has only until the step is committed.
+        units_after: units that the host updates, and has afterwards.
+        blocks: blocks of which the host has all weights.
+        routed_in: generation of the routes; 0: the host has begun nothing of the step.
+        routes: routes of the step; empty if the host has begun nothing.
         done: finished tasks of the step.
-        forgotten: values of the step that it has sent, and no longer has.
-        has_copies: it has not trained yet, and what it has was copied while the others did.
+        forgotten: values of the step that the host has sent, and no longer has.
+        has_copies: whether the host has not trained yet, and what it has was copied while others did.
     """
 
     step: int
@@ -76,7 +77,7 @@ def catch_up(progress: TaskProgress, step: int, units: Sequence[StateUnit]) -> T
     """Return what a host that was behind says when it has committed what the others have: nothing of `step` is done."""
     after = progress.units_after
     return TaskProgress(
-        step=step, table=None, units_here=after, units_after=after, blocks=find_complete_blocks(units, after)
+        step=step, table=None, units_here=after, units_after=after, blocks=list_complete_blocks(units, after)
     )
 
 
@@ -94,7 +95,7 @@ def find_newest_routing(progress: Mapping[HostName, TaskProgress]) -> int:
 
     A host with older ones was away meanwhile: what it has done was done again.
     """
-    return max(host.routed_in for host in progress.values())
+    return max(host_progress.routed_in for host_progress in progress.values())
 
 
 def plan_continuation(
@@ -103,15 +104,17 @@ def plan_continuation(
     """Return how the step goes on; the same on every host.
 
     Args:
-        progress: of all living hosts, of one step, which one of them has begun.
-        num_blocks: of the model.
-        schedule: of the step.
+        progress: what every living host says of one step, which at least one of them has begun.
+        num_blocks: blocks of the whole model.
 
     Raises:
         HoldersLost: a block has no living holder.
     """
+    # Only what was done by the newest routes counts. A host with older ones was away when the others went on, and has
+    # nothing of the step: its hops are redone, but it is alive, and may be given hops again (`emptied`).
     newest = find_newest_routing(progress)
     current = {name: host for name, host in progress.items() if host.routed_in == newest}
+    # All current hosts have the same routes: each has computed them from the same progress.
     routes = next(host.routes for host in current.values())
     named = {hop.host for route in routes for hop in route.hops}
     found = reroute(
@@ -125,11 +128,14 @@ def plan_continuation(
         schedule=schedule,
         emptied=set(progress).difference(current),
     )
+    # A value that is to be sent again, but has left its sender's log, is computed again. That needs values in turn, of
+    # which `find_resends` then knows, and which may have left a log, too: until every value is in some log.
     forgotten = {boundary for host in current.values() for boundary in host.forgotten}
     done, redone = set(found.done), set[Task]()
-    while again := _find_redone(resends := find_resends(found.routes, done), forgotten):
+    while again := _list_redone(resends := find_resends(found.routes, done), forgotten):
         done -= again  # what these need is missing now, too
         redone |= again
+    # A host still skips what it has done of such a hop (`StageRunner.done`); the order alone counts all of it.
     in_part = {(task.microbatch, task.hop) for task in redone}
     return Continuation(
         routes=found.routes,
@@ -139,7 +145,7 @@ def plan_continuation(
     )
 
 
-def _find_redone(resends: Mapping[Task, Resend], forgotten: Collection[Boundary]) -> set[Task]:
+def _list_redone(resends: Mapping[Task, Resend], forgotten: Collection[Boundary]) -> set[Task]:
     """Return finished tasks that are run again because a value of theirs is missing and forgotten."""
     again = {task for task, resend in resends.items() if resend.boundary in forgotten}
     # A backward pass uses up the residuals of the forward pass.

@@ -12,8 +12,7 @@ class PieceSum:
     """The sum of a piece over all microbatches.
 
     Attributes:
-        piece: of what.
-        values: in the order of the piece's shapes, of float32 at least where they are floats.
+        values: sums in the order of the piece's shapes; floats are float32 at least.
     """
 
     piece: SumPiece
@@ -35,22 +34,28 @@ class StepSums:
 
         The gradients of a shared weight are those of its blocks, added in their order.
         """
-        found: dict[str, Any] = {}
-        for part in self.by_piece.values():
-            if part.piece.unit == unit:
-                for name, value in zip(part.piece.names, part.values, strict=False):
-                    found[name] = found[name] + value if name in found else value
-                found |= zip(part.piece.changed_names, part.values[len(part.piece.names) :], strict=False)
-        return found
+        sums: dict[str, Any] = {}
+        for piece_sum in self.by_piece.values():
+            if piece_sum.piece.unit == unit:
+                for name, value in zip(piece_sum.piece.names, piece_sum.values, strict=False):
+                    sums[name] = sums[name] + value if name in sums else value
+                sums |= zip(
+                    piece_sum.piece.changed_names,
+                    piece_sum.values[len(piece_sum.piece.names) :],
+                    strict=False,
+                )
+        return sums
 
     def list_results(self) -> dict[str, Any]:
         """Return the sums of the results, loss among them, of the blocks whose sums are here."""
         return {
             name: value
-            for part in self.by_piece.values()
-            for name, value in zip(reversed(part.piece.result_names), reversed(part.values), strict=False)
+            for piece_sum in self.by_piece.values()
+            for name, value in zip(
+                reversed(piece_sum.piece.result_names), reversed(piece_sum.values), strict=False
+            )
         }
 
     def list_changed(self) -> set[str]:
         """Return the names of the variables whose sums are here, which are no gradients."""
-        return {name for part in self.by_piece.values() for name in part.piece.changed_names}
+        return {name for piece_sum in self.by_piece.values() for name in piece_sum.piece.changed_names}

@@ -31,13 +31,13 @@ class SumPiece:
     """Gradients of a block for the weights of a unit.
 
     Attributes:
-        number: of the piece; the same on all hosts.
-        block: whose gradients they are.
+        number: index of the piece, the same on all hosts.
+        block: block whose passes make the addends.
         unit: number of the unit.
-        names: of the trained weights.
-        changed_names: of the variables.
-        result_names: of the results that are in it.
-        shapes: of one microbatch's addend: gradients, then variables, then results.
+        names: names of the trained weights.
+        changed_names: names of the variables.
+        result_names: names of the other results of the block that are in the piece.
+        shapes: shapes of one microbatch's addend: gradients, then variables, then results.
     """
 
     number: int
@@ -109,26 +109,26 @@ def _list_results(cut: CutModel, block: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SumLayout:
-    """Which hosts have which parts of the sums, and which need them.
+    """Which hosts contribute to which sums, and which need them.
 
     Attributes:
-        routes: of the step.
+        routes: one route for each microbatch, ascending.
         holders: the living hosts that have each block.
-        units: of the model.
+        units: all units of the model, by number.
     """
 
     routes: Routes
     holders: Sequence[Collection[HostName]]
     units: Sequence[StateUnit]
 
-    def find_first_microbatches(self, block: int) -> dict[HostName, int]:
-        """Return for each host that runs a block the first of its microbatches, which names its part of the sum."""
+    def list_first_microbatches(self, block: int) -> dict[HostName, int]:
+        """Return for each host that runs a block the first of its microbatches, which names its contribution."""
         found: dict[HostName, int] = {}
         for route in self.routes:  # by microbatch, ascending
             host = next(hop.host for hop in route.hops if block in hop.blocks)
             found.setdefault(host, route.microbatch)
         return found
 
-    def find_receivers(self, piece: SumPiece) -> frozenset[HostName]:
+    def list_receivers(self, piece: SumPiece) -> frozenset[HostName]:
         """Return the hosts that need a piece."""
-        return self.units[piece.unit].find_holders(self.holders)
+        return self.units[piece.unit].list_holders(self.holders)

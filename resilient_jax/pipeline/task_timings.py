@@ -22,7 +22,7 @@ class StageReport(msgspec.Struct, frozen=True):
 
     Attributes:
         watched: what its last steps took, and whether devices are to be measured.
-        task_seconds: of each kind of task the seconds of one microbatch, over all blocks of this host; empty: unknown.
+        task_seconds: by kind of task, the seconds of one microbatch over all blocks of this host; empty: unknown.
     """
 
     watched: WatchReport
@@ -33,9 +33,9 @@ class StepWork(msgspec.Struct, frozen=True):
     """The tasks of a step on this host.
 
     Attributes:
-        microbatches: whose forward passes it ran, in their order.
-        waited_s: for the data of each of them.
-        seconds: of all tasks, with these waits, without those for other hosts.
+        microbatches: microbatches whose forward passes the host ran, in their order.
+        waited_s: seconds that each of these waited for its data.
+        seconds: time of all tasks, with these waits, without waits for other hosts.
     """
 
     microbatches: tuple[int, ...]

@@ -29,6 +29,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState, UnitState, describe_sums, place_sums, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.copy_deliveries import CopyDelivery
 from resilient_jax.pipeline.copy_requests import (
     ANY_STEP,
     MAX_GENERATIONS,
@@ -37,7 +38,7 @@ from resilient_jax.pipeline.copy_requests import (
     read_request,
 )
 from resilient_jax.pipeline.step_mail import MailCarrier
-from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
+from resilient_jax.pipeline.unit_exchange import plan_moves
 from resilient_jax.sharding.stage_sharding import StageSharding
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 
@@ -52,12 +53,6 @@ NO_COPIES: Final = b""
 """In place of its name: a member tells the first one that it makes no copies any more."""
 PACKING_TIMEOUT_S: Final = 60.0
 """The longest wait of an update for states that are being packed. What is not packed then cannot be sent."""
-MAX_DELIVERY_S: Final = 300.0
-"""For so long copies are kept up to date, if nobody joins."""
-MAX_IDLE_S: Final = 10.0
-MIN_IDLE_STEPS: Final = 2
-"""A worker that has all copies waits to join, and keeps the sums that come in memory. It joins at the next step
-boundary as a rule. If the leader delays that, no more sums are sent."""
 MAX_SUMS_RATIO: Final = 2
 FREE_SUMS_BYTES: Final = 2**28
 """A host that joins by a planned change reads its mail when it does, and keeps all sums in memory until then. When they
@@ -70,9 +65,9 @@ class CommittedStep:
     """What a holder has updated its units with.
 
     Attributes:
-        step: the number of committed steps.
-        table: of the step.
-        sums: of the gradients of each unit that this host holds, by number and name.
+        step: number of committed steps, this one included.
+        table: what the updates of all hosts used.
+        sums: by unit number and name, the gradient sums of each unit that this host holds.
     """
 
     step: int
@@ -85,9 +80,9 @@ class UpdateFacts:
     """What the updates of all units have in common.
 
     Attributes:
-        num_microbatches: of a step.
-        max_norm: to which gradients are scaled down; None: they are not.
-        changed: what one microbatch makes of each variable that the loss changes, by name.
+        num_microbatches: microbatches of one step, over all replicas.
+        max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
+        changed: variable name to the shape that one microbatch gives, for each variable that the loss changes.
     """
 
     num_microbatches: int
@@ -103,32 +98,11 @@ class _Copy:
     state: UnitState
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Delivery:
-    """What this host sends.
-
-    Attributes:
-        moves: the units that this host sends.
-        max_sums_bytes: of sums that are sent before the change is let come.
-        sums_bytes: of those that were sent to hosts that read their mail only when they join.
-        since_s: when it began to send states; None: it has sent nothing yet.
-        idle_since_s: since when the worker has had all copies; None: it has not.
-        idle_steps: since then.
-    """
-
-    moves: tuple[UnitMove, ...]
-    max_sums_bytes: int
-    sums_bytes: int = 0
-    since_s: float | None = None
-    idle_since_s: float | None = None
-    idle_steps: int = 0
-
-
 class UnitCopies:
     """The copies that one host receives in one generation, and those that it sends.
 
     Attributes:
-        generation: in which the others train.
+        generation: number of the generation in which the members train.
     """
 
     def __init__(
@@ -144,13 +118,11 @@ class UnitCopies:
         """Have no copy.
 
         Args:
-            own: this host.
-            generation: of the members.
-            service: the mail of this host.
-            state: of the units that it holds.
-            shapes: of the state of each unit.
-            sharding: over the devices of this host.
-            facts: of the updates.
+            generation: number of the members' generation.
+            service: carrier of this host's mail.
+            state: units that this host holds, whose update programs its copies use, too.
+            shapes: shapes of the state of each unit, by number.
+            sharding: layout over the devices of this host.
         """
         self.generation = generation
         self._own = own
@@ -165,7 +137,7 @@ class UnitCopies:
         self._request: CopyRequest | None = None
         self._about = ANY_STEP
         """In place of a step in the keys of all mail about this request."""
-        self._delivery: _Delivery | None = None
+        self._delivery: CopyDelivery | None = None
         self._packer: ThreadPoolExecutor | None = None
         self._packing: tuple[Future[None], ...] = ()
         """The states that are being packed."""
@@ -178,9 +150,10 @@ class UnitCopies:
         """Ask the members for copies, of which this host wants all that it is to hold.
 
         Args:
-            addresses: of the mailboxes of the members.
+            addresses: mailbox address of each member.
             wanted: the units that each host is to hold when this one has joined.
         """
+        # The mail of the generation that the members train in: this host will join the one after it.
         self._service.begin_generation(self.generation, addresses)
         self._wanted = frozenset(wanted[self._own])
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
@@ -201,8 +174,8 @@ class UnitCopies:
         """Wait until this host and all members have the copies that they want; return whether they have.
 
         Args:
-            members: of the generation.
-            check: raises what ends the wait.
+            members: all hosts of the generation.
+            check: raises what ends the wait, such as the end of the generation.
             is_over: says whether the members have gone on to another generation, in which nobody sends copies.
         """
         box, missing, since_s = self._service.box, set(members), time.monotonic()
@@ -216,6 +189,7 @@ class UnitCopies:
             try:
                 if self._take():
                     since_s = time.monotonic()
+                # The change gives members other units, too: nothing moves then only if all have their copies.
                 if self._wanted <= self._copies.keys() and not missing:
                     for host in sorted(members):
                         self._tell(host, MailKind.COPIES_HERE, self._own.encode())
@@ -254,7 +228,7 @@ class UnitCopies:
             request, delivery = self._request, self._delivery
             if request is None or delivery is None:
                 return
-            # Before the sums of this step, which take a while, too.
+            # Asked before the sums of this step are queued: at each commit these take a while, too.
             is_sent = _has_sent(self._service, request, delivery, self._packing)
             self._deliver(request, delivery, committed)
             if self._delivery is None:  # it was the last
@@ -285,69 +259,73 @@ class UnitCopies:
             return  # it was meant for other members
         if self._request is not None and self._request.is_planned and not request.is_planned:
             return  # the members change before a worker that asks now could join
+        # The hosts of the earlier request are told: they would wait for sums that come no more.
         self.stop()
         for host, address in sorted(request.addresses.items()):
             self._service.add_peer(host, address, may_be_lost=request.is_planned)
+        # Every member plans the same moves from the same request and holders, so nobody needs to be told its own.
         moves = plan_moves(holders, request.wanted)
         mine = tuple(move for move in moves if move.sender == self._own)
         self._wanted = frozenset(move.unit for move in moves if move.receiver == self._own)
         self._request, self._about, self._has_told = request, request.about, False
+        # Members read their mail at each commit; only hosts that are no members yet keep sums in memory.
         leaves = jax.tree.leaves(
-            [self._shapes[one.unit] for one in mine if one.receiver in request.addresses]
+            [self._shapes[move.unit] for move in mine if move.receiver in request.addresses]
         )
         max_bytes = max(
             FREE_SUMS_BYTES, MAX_SUMS_RATIO * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         )
-        self._delivery = _Delivery(moves=mine, max_sums_bytes=max_bytes)
+        self._delivery = CopyDelivery(moves=mine, max_sums_bytes=max_bytes)
 
-    def _deliver(self, request: CopyRequest, delivery: _Delivery, committed: CommittedStep) -> None:
+    def _deliver(self, request: CopyRequest, delivery: CopyDelivery, committed: CommittedStep) -> None:
         now_s = time.monotonic()
         if delivery.since_s is None:
+            # The states already have this step's sums in them: those of the next one are the first to be sent.
             delivery.since_s = now_s
             self._begin_packing(delivery, committed.step)
             return
+        # Of a planned change this mail is for `PlannedCopies`, which counts the hosts that have their copies.
         if not request.is_planned and self._was_told(MailKind.COPIES_HERE):
             delivery.idle_since_s = now_s
         elif delivery.idle_since_s is not None:
             delivery.idle_steps += 1
-        is_idle = delivery.idle_since_s is not None and now_s - delivery.idle_since_s > MAX_IDLE_S
-        is_over = (
-            now_s - delivery.since_s > MAX_DELIVERY_S
-            or (is_idle and delivery.idle_steps >= MIN_IDLE_STEPS)
-            or delivery.sums_bytes > 2 * delivery.max_sums_bytes
-        )
-        if is_over or any(one.done() and one.exception() is not None for one in self._packing):
+        # A state that could not be packed was not sent, so its copy can never be complete.
+        has_failed = any(future.done() and future.exception() is not None for future in self._packing)
+        if has_failed or delivery.is_over(now_s):
             self.stop()
             return
-        for unit in sorted({move.unit for move in delivery.moves}):
+        for unit in delivery.units:
             sent = self._send_sums(delivery, unit, committed)
             if request.is_planned:
                 delivery.sums_bytes += sent * sum(
                     move.unit == unit and move.receiver in request.addresses for move in delivery.moves
                 )
         if delivery.sums_bytes > delivery.max_sums_bytes:
+            # The first member waits for this host no more, and lets the change come.
             self._tell(request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
 
-    def _begin_packing(self, delivery: _Delivery, step: int) -> None:
+    def _begin_packing(self, delivery: CopyDelivery, step: int) -> None:
+        # Beside training, which calls `wait_until_packed` before it donates the memory of these arrays.
         self._packer = self._packer or ThreadPoolExecutor(1, thread_name_prefix=f"rj-copies-{self._own}")
-        found: list[Future[None]] = []
-        for unit in sorted({move.unit for move in delivery.moves}):
+        futures: list[Future[None]] = []
+        for unit in delivery.units:
             leaves = jax.tree.leaves(self._state.states[unit])
             for leaf in leaves:
                 # JAX makes the list of shards at the first read; two threads must not do that at once.
                 _ = leaf.addressable_shards
             receivers = [move.receiver for move in delivery.moves if move.unit == unit]
             key = MailKey(self.generation, self._about, MailKind.COPY, step, unit)
-            found.append(self._packer.submit(_send_packed, self._service, receivers, key, leaves))
-        self._packing = tuple(found)
+            futures.append(self._packer.submit(_send_packed, self._service, receivers, key, leaves))
+        self._packing = tuple(futures)
 
-    def _send_sums(self, delivery: _Delivery, unit: int, committed: CommittedStep) -> int:
+    def _send_sums(self, delivery: CopyDelivery, unit: int, committed: CommittedStep) -> int:
         """Send the sums of a unit; return their bytes."""
         sums = committed.sums[unit]
         table = committed.table
         numbers = np.array([table.norm, table.loss, table.divisor], np.float32)
         names = describe_sums(self._state.units[unit], self._facts.changed)
         data = pack_arrays([numbers, *(sums[name] for name in names)])
+        # Keyed by the step of the copy that they update, so a copy asks for the next sums by its own step.
         key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
         for move in delivery.moves:
             if move.unit == unit:
@@ -369,6 +347,7 @@ class UnitCopies:
             if unit in self._wanted:
                 state = place_unit(self._state.units[unit], structure.unflatten(arrays), self._sharding)
                 self._copies[unit] = _Copy(step, state)
+        # A state takes longer to pack than sums: those of several steps may have come before it.
         for unit, copy in self._copies.items():
             while (mail := box.try_take(self._make_key(MailKind.COPY_SUMS, copy.step, unit))) is not None:
                 self._update(unit, copy, mail)
@@ -388,8 +367,6 @@ class UnitCopies:
     def finish(self, step: int, check: Callable[[], None]) -> dict[int, UnitState]:
         """Return the copies that are of a step, by unit, when they and the sums since have come; then have none.
 
-        What others are to have of this host is packed until then, too.
-
         Args:
             step: the number of committed steps that all hosts go on with.
             check: raises what ends the wait.
@@ -404,15 +381,18 @@ class UnitCopies:
             is_late = (
                 time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
             )
+            # What others are to have of this host must be packed, too: `drop` ends the thread that sends it.
             has_all = self._wanted <= self._copies.keys() and all(
                 copy.step >= step for copy in self._copies.values()
             )
-            if is_late or (has_all and all(one.done() for one in self._packing)):
+            if is_late or (has_all and all(future.done() for future in self._packing)):
                 break
+            # Some host sends no more: after one more look at what has come there is nothing to wait for.
             has_all_hosts = not self._service.box.wait_for_more(CHECK_INTERVAL_S)
-        found = {unit: copy.state for unit, copy in self._copies.items() if copy.step == step}
+        # A copy that lacks sums is of an earlier step: its unit moves as if there were no copy.
+        states = {unit: copy.state for unit, copy in self._copies.items() if copy.step == step}
         self.drop()
-        return found
+        return states
 
     def leave(self, hosts: Collection[HostName]) -> None:
         """Stop if the host that asked for copies is none of the next generation, and was to join; it is told."""
@@ -448,9 +428,9 @@ class UnitCopies:
         if self._packer is not None:
             self._packer.shutdown(wait=False, cancel_futures=True)
             self._packer = None
-        wait_for_futures([one for one in self._packing if not one.cancelled()], wait_s)
+        wait_for_futures([future for future in self._packing if not future.cancelled()], wait_s)
         # What has failed has arrays in its traceback.
-        self._packing = tuple(one for one in self._packing if not one.done())
+        self._packing = tuple(future for future in self._packing if not future.done())
 
     def _was_told(self, kind: MailKind) -> bool:
         """Return whether any host has sent such a message about this request."""
@@ -458,6 +438,7 @@ class UnitCopies:
         if request is None:
             return False
         keys = [self._make_key(kind, 0, index) for index in range(len(request.wanted))]
+        # A list, not a generator: each message is taken, or the next call would find it.
         return any([self._service.box.try_take(key) is not None for key in keys])
 
     def _make_key(self, kind: MailKind, step: int, unit: int) -> MailKey:
@@ -466,18 +447,19 @@ class UnitCopies:
     def _tell(self, to: HostName, kind: MailKind, text: bytes = b"", number: int = 0) -> None:
         """Send a message about this request; each number of a kind once."""
         assert self._request is not None, "there is one"
+        # A key has no sender, and is taken once: each host has an index of its own in its keys.
         index = sorted(self._request.wanted).index(self._own)
         self._service.send(to, _make_mail(self._make_key(kind, number, index), memoryview(text)))
 
 
 def _has_sent(
-    service: MailCarrier, request: CopyRequest, delivery: _Delivery, packing: Sequence[Future[None]]
+    service: MailCarrier, request: CopyRequest, delivery: CopyDelivery, packing: Sequence[Future[None]]
 ) -> bool:
     """Return whether hosts that join by a planned change, which do not say what they have, were sent all of it."""
     spares = {move.receiver for move in delivery.moves}.intersection(request.addresses)
     if not request.is_planned or not spares:
         return True
-    is_packed = delivery.since_s is not None and all(one.done() for one in packing)
+    is_packed = delivery.since_s is not None and all(future.done() for future in packing)
     return is_packed and all(map(service.has_sent, spares))
 
 

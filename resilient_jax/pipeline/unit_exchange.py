@@ -69,17 +69,16 @@ def exchange_units(
     sending it.
 
     Args:
-        mail: of the step that the state begins.
-        own: this host.
+        mail: mail of this generation, at the step that begins with the state.
         holders: the hosts that have each unit.
         wanted: what each host wants, its own units included.
-        held: the units of this host.
-        shapes: of all units.
-        number: of this exchange in the generation.
+        held: unit number to state, of the units of this host.
+        shapes: shapes of the state of each unit, by number.
+        number: index of this exchange in the generation.
 
     Raises:
         PeerUnreachable: a host is lost, or late; or nobody has a unit.
-        Exception: of `mail.check`.
+        Exception: what `mail.check` raises.
     """
     moves = plan_moves(holders, wanted)
     for unit in sorted({move.unit for move in moves if move.sender == own}):

@@ -31,10 +31,9 @@ def digest_weights(
     It does not depend on which host has what. Only digests go from host to host.
 
     Args:
-        mail: of the state that the weights are of.
-        own: this host.
+        mail: mail of this generation, at the step of the weights.
         hosts: all that take part, in the same order everywhere.
-        states: of the units of this host, by number.
+        states: unit number to state, of the units of this host.
 
     Raises:
         PeerUnreachable: a host is lost, or late.

@@ -9,7 +9,7 @@ import numpy as np
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
-from resilient_jax.host_exchange import SMALL_BYTES, find_vector_size
+from resilient_jax.host_exchange import SMALL_BYTES, compute_vector_size
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -75,8 +75,8 @@ class AccumulationCall:
         all_reduce, num_limits = AllReduce(grid), len(list_formats(self.spec, self.like))
         # The exchanges of claims, of small messages of all hosts or of one, and of limits; the decision whether to
         # stop.
-        claims = find_vector_size(grid.num_hosts, count_claims_bytes(self.spec.num_microbatches))
-        small, of_one = (find_vector_size(num_rows, SMALL_BYTES) for num_rows in (grid.num_hosts, 1))
+        claims = compute_vector_size(grid.num_hosts, count_claims_bytes(self.spec.num_microbatches))
+        small, of_one = (compute_vector_size(num_rows, SMALL_BYTES) for num_rows in (grid.num_hosts, 1))
         for size in sorted({claims, small, of_one, num_limits, 1} - {0}):
             all_reduce.compile(np.zeros(size, np.int32), check)
         if self.spec.reduction == "fast":

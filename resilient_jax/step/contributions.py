@@ -6,8 +6,9 @@ claimed, but not added.
 """
 
 import dataclasses
+import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -59,6 +60,9 @@ class Contributions:
     parts: dict[int, Contribution] = dataclasses.field(default_factory=dict)
     replica_shape: ReplicaShape = dataclasses.field(default_factory=ReplicaShape)
     limits: np.ndarray | None = None
+    _waiting_numbers: Iterator[int] = dataclasses.field(
+        default_factory=lambda: itertools.count(-1, -1), init=False, repr=False, compare=False
+    )
 
     def clear(self) -> None:
         """Drop everything: of the step in flight nothing counts as accumulated here."""
@@ -79,10 +83,10 @@ class Contributions:
             {number: part for number, part in self.parts.items() if _is_usable((part.total, part.exponents))}
         )
 
-    def choose_free_number(self, replica: int) -> int:
-        """Return a number that no part has, another for each replica of this host that asks at the same time."""
-        # Below all that there are. Of the threads that look at the same parts each chooses another by its `replica`.
-        return min(self.parts, default=0) - 1 - replica
+    def draw_waiting_number(self) -> int:
+        """Return a number that no part has or gets otherwise; each thread that asks gets another."""
+        # A counter, and not the least number minus one: threads add parts while others ask. `next` is atomic.
+        return next(self._waiting_numbers)
 
     def find_first_exponents(self) -> np.ndarray | None:
         """Return the exponents of microbatch 0, if it is here and counts, and its total is not started."""

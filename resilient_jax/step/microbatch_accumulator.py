@@ -181,9 +181,7 @@ class MicrobatchAccumulator:
         """Return when the limits are known, and all that waits for them has become totals."""
         # It counts as computed meanwhile: if a host dies, it is not computed again. Where the replica continues a part
         # that an earlier generation has left unstarted, this microbatch waits under another number.
-        waiting_number = (
-            number if number not in contributions.parts else contributions.choose_free_number(number)
-        )
+        waiting_number = number if number not in contributions.parts else contributions.draw_waiting_number()
         contributions.parts[waiting_number] = Contribution(
             result,
             frozenset({index}),

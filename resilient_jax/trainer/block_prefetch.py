@@ -182,7 +182,7 @@ def _list_units_after(
     holders = find_holders(teams)
     found: dict[HostName, set[int]] = {host: set() for host in among}
     for number, unit in enumerate(worker.state.units):
-        for host in unit.find_holders(holders) & found.keys():
+        for host in unit.list_holders(holders) & found.keys():
             found[host].add(number)
     return found
 

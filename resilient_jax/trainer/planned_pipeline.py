@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.errors import CallerError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec
+from resilient_jax.pipeline.block_state import UnitState, is_spec, make_unit_specs
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.local_mail import LocalMailService, LocalStepMail
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
@@ -125,12 +125,12 @@ class PlannedPipeline:
             Stage(
                 name,
                 sharding.with_mesh(mesh),
-                tuple(n for n, unit in enumerate(units) if name in unit.find_holders(self._holders)),
+                tuple(n for n, unit in enumerate(units) if name in unit.list_holders(self._holders)),
             )
             for name, mesh in meshes.items()
         )
         self._specs = [
-            find_unit_specs(unit, state, sharding)
+            make_unit_specs(unit, state, sharding)
             for unit, state in zip(units, self._states.abstract, strict=True)
         ]
         self.state_shardings = self._make_state_shardings(meshes, sharding)

@@ -19,8 +19,8 @@ from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.pipeline.layer_speeds import (
     PipelineShape,
+    estimate_block_seconds,
     estimate_pipeline_slowdown,
-    find_block_seconds,
 )
 from resilient_jax.pipeline.link_exchanges import MailExchanges
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
@@ -200,7 +200,7 @@ class StageWatch:
             schedule=self._schedule,
             block_costs=placement.block_costs,
             block_seconds=tuple(
-                find_block_seconds(
+                estimate_block_seconds(
                     placement.teams,
                     placement.block_costs,
                     measured,
@@ -242,7 +242,7 @@ class StageWatch:
             speeds,
             measured,
             leave_out=functools.partial(self._fewer_devices.leave_out, after_loss),
-            find_growth=durations.find_growth,
+            compute_growth=durations.compute_growth,
         )
 
     def _prepare_links(self, rounds: Sequence[Pairs]) -> MailExchanges:

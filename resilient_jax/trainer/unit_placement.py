@@ -19,7 +19,7 @@ from resilient_jax.blocks.model_weights import Weights, list_leaf_specs
 from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.pipeline.block_state import UnitState, find_unit_specs, is_spec, place_unit
+from resilient_jax.pipeline.block_state import UnitState, is_spec, make_unit_specs, place_unit
 from resilient_jax.pipeline.stage_assignment import follow_stages
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
 from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
@@ -100,7 +100,7 @@ class UnitPlacement:
         self.holders = find_living_holders(find_holders(self.teams), self.absent)
         self._states = states
         self._unit_specs = [
-            find_unit_specs(unit, state, sharding)
+            make_unit_specs(unit, state, sharding)
             for unit, state in zip(states.units, states.abstract, strict=True)
         ]
         self._spec_by_path = {
@@ -147,7 +147,7 @@ class UnitPlacement:
 
     def list_holders(self, unit: int) -> frozenset[HostName]:
         """Return the hosts that have a unit."""
-        return self._states.units[unit].find_holders(self.holders)
+        return self._states.units[unit].list_holders(self.holders)
 
     def list_units_by_host(self) -> dict[HostName, set[int]]:
         """Return the units that each host is to have."""

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import typer
 
-from resilient_jax.cli.job_contact import find_contact
+from resilient_jax.cli.job_contact import read_live_contact
 from resilient_jax.cluster.job_report import read_job_report
 from tests.fuzz.attack import attack
 
@@ -23,7 +23,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the first batch; each batch has the next.")] = 0,
 ) -> None:
     """Send a running job messages that no peer of ours sends; exit with 1 if one gets another answer than a refusal."""
-    contact = find_contact(run_dir)
+    contact = read_live_contact(run_dir)
     is_bad = False
     for batch in itertools.count():
         if messages and batch * BATCH >= messages:

@@ -59,7 +59,7 @@ def init_units(
     init = optax.with_extra_args_support(optimizer).init
     made = {}
     for number, unit in enumerate(state.units):
-        if host in unit.find_holders(holders):
+        if host in unit.list_holders(holders):
             own = {weight.name: jnp.asarray(weights[weight.name]) for weight in unit.weights}
             made[number] = UnitState(own, init(unit.join(own)))
     state.replace(made)

@@ -65,7 +65,7 @@ def demo(
     act: ActArgument = Act.REPLICATED,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of each training. Default: 60; 80 of the sharded one."),
+        typer.Option(min=1, help="Steps of each training. Default: 60; for sharded 80."),
     ] = None,
     run_dir: Annotated[
         Path | None,

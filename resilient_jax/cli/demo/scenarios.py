@@ -46,7 +46,7 @@ class Recovery:
         decoded_bytes: bytes of the state that were decoded from parity, on all hosts.
         snapshot_bytes: bytes that were read from snapshots without decoding, on all hosts.
         restore_s: seconds of reading and decoding on the slowest host.
-        devices_per_host: of the job.
+        devices_per_host: devices of each host of the job.
     """
 
     fault: str
@@ -87,8 +87,8 @@ class Scenario:
     """A running job and the faults that are injected into the job.
 
     Args:
-        job: the job.
-        devices_per_host: of the job.
+        job: the job, which runs.
+        devices_per_host: devices of each host of the job.
         console: where all is printed.
 
     Attributes:

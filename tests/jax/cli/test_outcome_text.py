@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.cli.outcome_text import describe_for_agent, describe_for_launch, find_exception_line
+from resilient_jax.cli.outcome_text import describe_for_agent, describe_for_launch, extract_exception_line
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
@@ -75,14 +75,14 @@ def annotate():
 )
 def test_the_exception_is_quoted_without_frames_and_notes(fail, said):
     text = read_traceback(fail)
-    assert find_exception_line(text).startswith(said)
+    assert extract_exception_line(text).startswith(said)
     # Alone, or as what the last line says: so the test would notice if it were taken.
     assert not text.splitlines()[-1].startswith(said)
 
 
 def test_any_other_message_is_quoted_as_it_is():
     message = "the script ended before rj.run(...) had returned;\ncall it"
-    assert find_exception_line(message) == message
+    assert extract_exception_line(message) == message
 
 
 @pytest.mark.parametrize("fail", [multiply, group_in_jit])

@@ -41,7 +41,7 @@ def test_a_value_that_was_sent_keeps_no_array():
     array = jnp.arange(4, dtype=jnp.uint8)
     log.record(boundary, np.asarray(array).data)
     log.move_to_host()
-    found = log.find(boundary)
+    found = log.get(boundary)
     assert found is not None
     assert not np.shares_memory(np.asarray(found), np.asarray(array))
     assert bytes(found) == bytes(range(4))

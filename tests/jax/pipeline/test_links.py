@@ -213,9 +213,9 @@ def test_steps_are_compared_with_those_before() -> None:
     durations = StepDurations()
     for step in range(100):
         durations.add(step, 0.1 if step < 80 else 0.25)
-    assert durations.find_growth(80) == pytest.approx(2.5)
-    assert durations.find_growth(20) == pytest.approx(1.0 * 0.25 / 0.1)
-    assert durations.find_growth(4) == durations.find_growth(96) == 1.0, "too few before, or after"
+    assert durations.compute_growth(80) == pytest.approx(2.5)
+    assert durations.compute_growth(20) == pytest.approx(1.0 * 0.25 / 0.1)
+    assert durations.compute_growth(4) == durations.compute_growth(96) == 1.0, "too few before, or after"
 
 
 def test_only_what_steps_send_is_counted() -> None:

@@ -57,13 +57,13 @@ def test_a_log_forgets_the_oldest_values_and_says_which():
     for number in range(3):
         log.record(activation(number), memoryview(bytes(4)))
     assert log.forgotten == {activation(0)}
-    assert log.find(activation(0)) is None
-    assert log.find(activation(2)) is not None
+    assert log.get(activation(0)) is None
+    assert log.get(activation(2)) is not None
     log.record(activation(0), memoryview(bytes(4)))
     assert log.forgotten == {activation(1)}
     log.clear()
     assert log.forgotten == frozenset()
-    assert [log.find(activation(number)) for number in range(3)] == [None] * 3
+    assert [log.get(activation(number)) for number in range(3)] == [None] * 3
 
 
 def test_arrays_of_any_dtype_come_out_of_one_buffer_as_they_went_in():
@@ -98,7 +98,7 @@ def test_units_have_every_weight_once_and_shared_ones_are_units_of_their_own(mod
     last = cut.num_blocks - 1
     assert [unit.blocks for unit in units if len(unit.blocks) > 1] == [(0, last)]
     holders = [{A}, {A}, {B}, {B}, {C}]
-    assert next(unit for unit in units if unit.blocks == (0, last)).find_holders(holders) == {A, C}
+    assert next(unit for unit in units if unit.blocks == (0, last)).list_holders(holders) == {A, C}
 
 
 def test_a_units_values_are_the_same_after_they_were_joined_to_a_tree_and_split(model):
@@ -357,10 +357,10 @@ class OneHost:
     def make_key(self, *key):
         return key
 
-    def find_receivers(self, piece):
+    def list_receivers(self, piece):
         return {A}
 
-    def find_first_microbatches(self, block):
+    def list_first_microbatches(self, block):
         return {A: 0}
 
 

@@ -95,3 +95,13 @@ def test_parts_whose_claims_are_refused_are_dropped_and_the_others_count():
 
 def make_part(indexes, **fields):
     return Contribution(whole(), frozenset(indexes), **fields)
+
+
+def test_parts_that_wait_have_numbers_of_their_own_whenever_their_threads_ask():
+    """Numbers below the least one there is were given twice: one thread asks after another has stored its part."""
+    kept = Contributions(SPEC, {0: make_part({0}), 1: make_part({1}), 2: make_part({2})})
+    first, third = kept.draw_waiting_number(), kept.draw_waiting_number()
+    kept.parts[first] = make_part({3})
+    second = kept.draw_waiting_number()
+    kept.parts |= {second: make_part({4}), third: make_part({5})}
+    assert len(kept.parts) == 6

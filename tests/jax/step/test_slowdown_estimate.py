@@ -317,7 +317,7 @@ def test_a_slow_link_of_a_pipeline_costs_what_steps_take_longer_and_other_layers
         [find("b", 5.0, FindingKind.LINK)],
         (),
         measure(shape),
-        find_growth=lambda since_step: 2.0,
+        compute_growth=lambda since_step: 2.0,
     )
     assert found is not None
     assert (found.host, found.speeds, found.redivided) == ("b", (), 0.0)
@@ -329,7 +329,7 @@ def test_a_slow_link_beside_a_slow_stage_costs_what_that_does_not_explain():
     shape = make_shape()
     findings = [find("b", 5.0, FindingKind.LINK), find("c", 2.0)]
     found = estimate_pipeline_slowdown(
-        NUMBER, shape, findings, (), measure(shape, c=2.0), find_growth=lambda since_step: 8.0
+        NUMBER, shape, findings, (), measure(shape, c=2.0), compute_growth=lambda since_step: 8.0
     )
     assert found is not None
     assert found.host == "b", "its link costs more than the stage of c"

@@ -5,8 +5,8 @@ import pytest
 
 from resilient_jax.cli.replay_comparison import (
     compare_digests,
+    describe_other_script,
     find_last_step,
-    find_other_script,
     read_recorded_run,
 )
 from resilient_jax.errors import CallerError, StateError
@@ -138,9 +138,9 @@ def test_other_microbatches_are_an_error_that_names_both_numbers(tmp_path):
 
 def test_another_script_is_named_by_what_differs():
     recorded = make_run(script={"script": "1", "arguments": "[]", "module only_here": "5"})
-    assert find_other_script(recorded, make_run()) == ""
+    assert describe_other_script(recorded, make_run()) == ""
     changed = make_run(script={"script": "2", "arguments": "[]"}, num_devices=1)
-    assert find_other_script(recorded, changed) == "script was 1, is 2; devices of a host were 2, are 1"
+    assert describe_other_script(recorded, changed) == "script was 1, is 2; devices of a host were 2, are 1"
 
 
 def make_control(tmp_path, **changes):

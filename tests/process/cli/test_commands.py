@@ -44,8 +44,8 @@ def test_unwritable_standard_output_is_an_error_of_one_line(redirection, why):
     )
     assert (done.returncode, done.stderr) == (
         ExitCode.USAGE,
-        f"resilient-jax: standard output: cannot be written: {why}; expected a terminal, a file or a pipe that takes "
-        "the result. Free space, or send it elsewhere\n",
+        f"resilient-jax: standard output: found that it cannot be written ({why}), expected a terminal, a file or a "
+        "pipe that takes the result. Free space, or send it elsewhere\n",
     )
 
 

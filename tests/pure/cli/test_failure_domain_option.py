@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from resilient_jax.cli import main
-from resilient_jax.cli.options import find_failure_domain
+from resilient_jax.cli.options import read_failure_domain
 from resilient_jax.errors import CallerError, ConfigError, ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.snapshot.parity_groups import form_parity_groups
@@ -14,8 +14,8 @@ from tests.support.paths import MESHES
 
 
 def test_the_failure_domain_of_a_host_is_its_rack_in_its_pod():
-    assert find_failure_domain(MESHES / "h100_2048x8.toml", "host-0000") == "pod-0/rack-0"
-    assert find_failure_domain(MESHES / "local_4x2.toml", "host-2") == ""
+    assert read_failure_domain(MESHES / "h100_2048x8.toml", "host-0000") == "pod-0/rack-0"
+    assert read_failure_domain(MESHES / "local_4x2.toml", "host-2") == ""
 
 
 @pytest.mark.parametrize(("file", "parity"), [("h100_32x8.toml", 2), ("h100_2048x8.toml", 1)])
@@ -42,14 +42,14 @@ def test_a_parity_group_is_spread_evenly_over_wider_domains():
 
 def test_a_host_missing_from_the_topology_is_refused_with_the_file_and_similar_names():
     with pytest.raises(CallerError, match=r"--topology .*local_4x2\.toml: .*host-9.*host-"):
-        find_failure_domain(MESHES / "local_4x2.toml", "host-9")
+        read_failure_domain(MESHES / "local_4x2.toml", "host-9")
 
 
 def test_a_file_that_is_no_topology_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("name = 3\n")
     with pytest.raises((CallerError, ConfigError), match=r"mine\.toml"):
-        find_failure_domain(file, "host-0")
+        read_failure_domain(file, "host-0")
 
 
 def test_launch_refuses_a_topology_with_too_few_hosts_before_it_starts_a_process(

@@ -30,7 +30,7 @@ def test_after_the_loss_of_a_host_the_others_take_the_fastest_plan_that_a_job_ru
     best_s = min(one.step_time_s for one in inside if one.layout.host_slots == 1)
     option = change.choice.options[0]
     assert option.action is RecoveryAction.SHRINK
-    assert change.find_speed(option) == pytest.approx(plan.step_time_s / best_s)
+    assert change.compute_speed(option) == pytest.approx(plan.step_time_s / best_s)
 
 
 def test_a_pipeline_keeps_its_axes_and_none_becomes_one():
@@ -58,12 +58,12 @@ def test_a_spare_takes_the_place_of_one_host():
     plan = _plan(topology, {Axis.REPLICA: 4})
     decided = _decide(topology, plan, has_spare=True, min_replicas=8)
     (one,) = decided["a host"].changes
-    assert (one.choice.action, one.find_speed(one.choice.options[0])) == (RecoveryAction.REPLACE, 1.0)
+    assert (one.choice.action, one.compute_speed(one.choice.options[0])) == (RecoveryAction.REPLACE, 1.0)
     assert decided["two hosts"].changes == (), "of the second one nobody takes the place, so a replica lacks"
     (two,) = _decide(topology, plan, has_spare=True)["two hosts"].changes
     (alone,) = _decide(topology, plan)["a host"].changes
     assert two.choice.action is RecoveryAction.REPLACE
-    assert two.find_speed(two.choice.options[0]) == alone.find_speed(alone.choice.options[0])
+    assert two.compute_speed(two.choice.options[0]) == alone.compute_speed(alone.choice.options[0])
 
 
 def test_the_last_host_goes_on_in_place():
@@ -104,7 +104,7 @@ def test_a_pipeline_may_keep_the_stage_of_a_lost_host_where_another_replica_is_c
     decided = _decide(topology, plan)
     options = {option.action: option for option in decided["a host"].changes[0].choice.options}
     assert options[RecoveryAction.KEEP_STAGES].why_not == ""
-    kept = decided["a host"].changes[0].find_speed(options[RecoveryAction.KEEP_STAGES])
+    kept = decided["a host"].changes[0].compute_speed(options[RecoveryAction.KEEP_STAGES])
     assert 0.5 <= kept < 0.6, "one of two replicas computes, and has nobody to add up gradients with"
     few = cluster([1.0] * 3, devices=1)
     one_replica = _decide(few, _plan(few, {Axis.PIPELINE: 3}))["a host"]
@@ -118,7 +118,7 @@ def test_one_host_that_loses_a_device_goes_on_from_a_snapshot():
     topology = cluster([1.0], devices=4)
     (change,) = _decide(topology, _plan(topology))["a device"].changes
     assert change.choice.action is RecoveryAction.RESTORE
-    assert 0 < change.find_speed(change.choice.options[0]) < 1
+    assert 0 < change.compute_speed(change.choice.options[0]) < 1
 
 
 def test_a_loss_that_leaves_too_few_replicas_stops_the_job():

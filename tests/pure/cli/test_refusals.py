@@ -61,13 +61,16 @@ def refusal(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["missing.py"], "script missing.py: found no such file, expected a Python script. Check the path"),
         (
             ["broken.py"],
-            "script broken.py: Python cannot compile it: '(' was never closed (broken.py, line 1)",
+            "script broken.py: found what Python cannot compile ('(' was never closed (broken.py, line 1)), expected a",
         ),
         (
             [5000 * "a"],
-            f"script {5000 * 'a'}: cannot be read: File name too long; expected a Python script that",
+            f"script {5000 * 'a'}: found a file that cannot be read (File name too long), expected one that",
         ),
-        (["/proc/self/mem"], "script /proc/self/mem: cannot be read: Input/output error; expected a Python"),
+        (
+            ["/proc/self/mem"],
+            "script /proc/self/mem: found a file that cannot be read (Input/output error), expected one",
+        ),
         (
             ["broken.py/x.py"],
             "script broken.py/x.py: found no such file, expected a Python script. Check the path",

@@ -90,7 +90,7 @@ def _running(monkeypatch):
     async def read_report(contact):
         return REPORT
 
-    monkeypatch.setattr(status, "find_contact", lambda folder: None)
+    monkeypatch.setattr(status, "read_live_contact", lambda folder: None)
     monkeypatch.setattr(status, "read_job_report", read_report)
 
 
@@ -238,7 +238,7 @@ def test_watching_shows_the_job_until_it_is_over(monkeypatch, capsys):
             raise answer
         return answer
 
-    monkeypatch.setattr(status, "find_contact", lambda folder: None)
+    monkeypatch.setattr(status, "read_live_contact", lambda folder: None)
     monkeypatch.setattr(status, "read_job_report", read_report)
     monkeypatch.setattr(status, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", "run", "--watch"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.errors import MessageError
-from resilient_jax.host_exchange import SMALL_BYTES, CollectiveExchange, find_vector_size
+from resilient_jax.host_exchange import SMALL_BYTES, CollectiveExchange, compute_vector_size
 from tests.support.summing_hosts import SummingHosts, add_messages
 
 
@@ -25,7 +25,7 @@ def test_all_hosts_read_the_same_messages_in_the_order_of_hosts(count):
     said = [Words("é" * host, (-host, 2**31 + host), host / 3) for host in range(count)]
     hosts = SummingHosts(count)
     assert hosts.run(lambda exchange: exchange.gather(said[exchange.host_index])) == [said] * count
-    assert hosts.sizes == [find_vector_size(count, SMALL_BYTES)], "one collective"
+    assert hosts.sizes == [compute_vector_size(count, SMALL_BYTES)], "one collective"
 
 
 @pytest.mark.parametrize("longest", [SMALL_BYTES - 3, SMALL_BYTES, SMALL_BYTES + 1, 3 * SMALL_BYTES])
@@ -44,15 +44,17 @@ def test_the_size_of_a_vector_does_not_follow_from_what_is_said():
         hosts = SummingHosts(3)
         hosts.run(lambda exchange, text=text: exchange.gather(text, room_bytes=1000))
         sizes.update(hosts.sizes)
-    assert sizes == {find_vector_size(3, 1000)}
-    assert len({find_vector_size(count, SMALL_BYTES) for count in range(1, 5)}) == 1, "the same for few hosts"
+    assert sizes == {compute_vector_size(3, 1000)}
+    assert len({compute_vector_size(count, SMALL_BYTES) for count in range(1, 5)}) == 1, (
+        "the same for few hosts"
+    )
 
 
 def test_only_speakers_take_room_and_their_order_is_kept():
     hosts = SummingHosts(8)
     found = hosts.run(lambda exchange: exchange.gather(f"host {exchange.host_index}", speakers=[5, 2]))
     assert found == [["host 5", "host 2"]] * 8
-    assert hosts.sizes == [find_vector_size(2, SMALL_BYTES)]
+    assert hosts.sizes == [compute_vector_size(2, SMALL_BYTES)]
 
 
 def test_numbers_of_any_shape_are_added_up_in_a_vector_of_a_usual_size():
