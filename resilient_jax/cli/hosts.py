@@ -21,7 +21,7 @@ from resilient_jax.cluster.host_devices import HOW_TO_KNOW
 from resilient_jax.cluster.job_report import CONNECT_TIMEOUT_S, make_credentials
 from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine, write_quarantine
 from resilient_jax.cluster.run_directory import JobContact
-from resilient_jax.cluster.stored_records import decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
@@ -189,9 +189,9 @@ async def _read_host(store: Store, job: JobName, host: HostName) -> HostStatus:
     stored = await store.get(make_host_key(job, host))
     if stored is None:
         _, found = await store.range(make_hosts_prefix(job))
-        known = ", ".join(sorted(decode_host_status(one).host for one in found)) or "none"
+        known = ", ".join(sorted(decode_record(one, HostStatus).host for one in found)) or "none"
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}")
-    return decode_host_status(stored)
+    return decode_record(stored, HostStatus)
 
 
 async def _drain(store: Store, job: JobName, host: HostName, duration_s: float) -> str:

@@ -48,13 +48,13 @@ from resilient_jax.cluster.standby_orders import (
     StandbyCommand,
     TakeOver,
 )
-from resilient_jax.cluster.stored_records import decode_change, decode_generation
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.events import EventKind
 from resilient_jax.ids import JobName, Revision
-from resilient_jax.protocol.generation_change import apply_change
+from resilient_jax.protocol.generation_change import GenerationChange, apply_change
 from resilient_jax.protocol.records import Generation, JobOutcome
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat
@@ -282,7 +282,7 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
     """
     key = make_generation_key(job)
     revision, records = await store.range(key)
-    known = decode_generation(records[0]) if records else None
+    known = decode_record(records[0], Generation) if records else None
     if known is not None:
         yield known
     async with contextlib.aclosing(store.watch(make_change_key(job), Revision(revision + 1))) as batches:
@@ -290,8 +290,8 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
             for event in batch:
                 if not isinstance(event, PutEvent) or event.mod_revision <= revision:
                     continue  # of a record that was read since
-                known = apply_change(known, decode_change(event.key_value))
+                known = apply_change(known, decode_record(event.key_value, GenerationChange))
                 if known is None and (record := await store.get(key)) is not None:
-                    known, revision = decode_generation(record), record.mod_revision
+                    known, revision = decode_record(record, Generation), record.mod_revision
                 if known is not None:
                     yield known

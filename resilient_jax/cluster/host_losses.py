@@ -6,7 +6,7 @@ so that the count outlives leaders.
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.quarantine import quarantine_host
-from resilient_jax.cluster.stored_records import ENCODER, decode_host_losses
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.facts import MembershipState, is_draining
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
@@ -94,7 +94,7 @@ async def note_host_loss(context: AgentContext, host: HostName, leader_token: Re
     config, job, store = context.settings.config, context.settings.job, context.store
     key, now_s = make_losses_key(job, host), context.clock.wall_s()
     stored = await store.get(key)
-    before = () if stored is None else decode_host_losses(stored).lost_wall_s
+    before = () if stored is None else decode_record(stored, HostLosses).lost_wall_s
     recent = tuple(lost_s for lost_s in before if now_s - lost_s < config.restart_window_s)
     tries = {Tries.HOST_LOSSES: config.max_host_losses}
     if choose_action(Evidence.HOST_LOST, len(recent), tries) is Action.TAKE_HOST_OUT:

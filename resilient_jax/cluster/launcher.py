@@ -33,13 +33,14 @@ from resilient_jax.cluster.run_directory import (
     write_contact,
     write_ended_job,
 )
-from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_exit import describe_missing, find_killed_scripts
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.leader_record import LeaderRecord
+from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.lease_renewals import RenewalServer
@@ -398,13 +399,13 @@ class Launcher:
     def _absorb(self, event: object) -> None:
         job = self._settings.job
         if isinstance(event, PutEvent) and event.key == make_generation_key(job):
-            self.view.generation = decode_generation(event.key_value)
+            self.view.generation = decode_record(event.key_value, Generation)
             if self.view.outcome is not None:
                 self._over.set()
         elif isinstance(event, PutEvent) and event.key.startswith(make_hosts_prefix(job)):
-            self.view.update_host(decode_host_status(event.key_value))
+            self.view.update_host(decode_record(event.key_value, HostStatus))
         elif isinstance(event, PutEvent) and event.key == make_leader_key(job):
-            self._leader_endpoint = decode_leader_record(event.key_value).endpoint
+            self._leader_endpoint = decode_record(event.key_value, LeaderRecord).endpoint
         elif not isinstance(event, PutEvent):
             key = getattr(event, "key", "")
             self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)

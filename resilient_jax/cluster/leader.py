@@ -34,12 +34,7 @@ from resilient_jax.cluster.quarantine import (
     quarantine_host,
     read_quarantine,
 )
-from resilient_jax.cluster.stored_records import (
-    ENCODER,
-    decode_generation,
-    decode_host_status,
-    decode_leader_record,
-)
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, LeaseId, Revision
 from resilient_jax.membership.commands import (
@@ -184,7 +179,8 @@ class Leader:
         if not (self._is_leaving() or self._was_quarantined):
             return True
         _, found = await self._store.range(make_hosts_prefix(self._job))
-        return not is_any_staying(map(decode_host_status, found), self._record.host, quarantined)
+        statuses = [decode_record(record, HostStatus) for record in found]
+        return not is_any_staying(statuses, self._record.host, quarantined)
 
     async def _follow_another(self, key: str) -> None:
         """Return when no other agent leads, or soon if none does now."""
@@ -204,7 +200,7 @@ class Leader:
         assert isinstance(found, RangeResponse), "the failure operation is a range"
         if not found.key_values:
             return
-        leading = decode_leader_record(found.key_values[0])
+        leading = decode_record(found.key_values[0], LeaderRecord)
         agent = (leading.host, leading.agent_id, leading.endpoint)
         self._relay.follow(leading.endpoint, on_refused=lambda: self._dead_hosts.look_at([agent]))
 
@@ -249,7 +245,7 @@ class _Term:
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
         stored = await self._store.get(self._generation_key)
-        generation = decode_generation(stored) if stored else None
+        generation = decode_record(stored, Generation) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
         self._published = generation
         if generation is not None and self._leader._is_past(generation):
@@ -257,7 +253,7 @@ class _Term:
             generation = begin_anew(generation)
         # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
-        statuses = [decode_host_status(record) for record in records]
+        statuses = [decode_record(record, HostStatus) for record in records]
         for status in statuses:
             self._add_to_tree(status)
         self._leader._relay.lead(self._tree, self._on_progress)
@@ -345,7 +341,7 @@ class _Term:
 
     def _to_membership_event(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
-            status = decode_host_status(event.key_value)
+            status = decode_record(event.key_value, HostStatus)
             self._add_to_tree(status)
             return HostChanged(status)
         host = HostName(event.key.removeprefix(prefix))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_alive
 from resilient_jax.cluster.status_messages import NOT_WRITTEN, StatusWrite
-from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_job_record
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
 from resilient_jax.protocol.job_records import JobRecord
@@ -135,7 +135,7 @@ class StoreSession:
         Raises:
             JoinRefused: the agent lives, or has not answered for too long.
         """
-        status, found = decode_host_status(holder), NameHolder.SILENT
+        status, found = decode_record(holder, HostStatus), NameHolder.SILENT
         if status.agent_id == self._status().agent_id:
             found = NameHolder.GONE  # our own session before this one, which was lost
         else:
@@ -251,7 +251,7 @@ class StoreSession:
             return
         read = result.responses[0]
         assert isinstance(read, RangeResponse), "the failure operation is a range"
-        first = decode_job_record(read.key_values[0])
+        first = decode_record(read.key_values[0], JobRecord)
         for name in Versions.__struct_fields__:
             ours, theirs = getattr(versions, name), getattr(first.versions, name)
             if ours != theirs:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.stored_records import decode_generation
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import HostName, Incarnation, LeaseId
@@ -141,7 +141,7 @@ class WorkerReplacement:
 
     async def _read_generation(self) -> Generation | None:
         stored = await self._context.store.get(make_generation_key(self._context.settings.job))
-        return decode_generation(stored) if stored is not None else None
+        return decode_record(stored, Generation) if stored is not None else None
 
     def _explain(self) -> str:
         worker = self._supervisor.worker

@@ -19,8 +19,8 @@ import msgspec
 
 from resilient_jax.cluster.progress_messages import REPORT, SERVICE, ProgressReports
 from resilient_jax.cluster.progress_tree import FANOUT
-from resilient_jax.cluster.stored_records import decode_host_status
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.cluster.stored_records import decode_record
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store import etcd_connection
 from resilient_jax.store.interface import Store
@@ -116,7 +116,7 @@ class AgentsProcess:
         """Return channels to the agents that collect the reports of others."""
         _, records = await self._stores[0].range(make_hosts_prefix(JOB))
         hosts = {make_host_name(index) for index in range(1, FANOUT + 1)}
-        statuses = [decode_host_status(record) for record in records]
+        statuses = [decode_record(record, HostStatus) for record in records]
         return [Channel(status.agent_endpoint, CREDENTIALS) for status in statuses if status.host in hosts]
 
     async def _report(self, channel: Channel, agents: Sequence[SimulatedAgent]) -> None:

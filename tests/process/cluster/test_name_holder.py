@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from resilient_jax.cluster.name_holder import NameHolder, ask_name_holder
-from resilient_jax.cluster.stored_records import decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
@@ -41,7 +41,7 @@ def read_status(address: str) -> HostStatus | None:
     async def read() -> HostStatus | None:
         async with RemoteStore(address, CREDENTIALS) as store:
             found = await store.get(make_host_key(JOB, HOST))
-            return decode_host_status(found) if found is not None else None
+            return decode_record(found, HostStatus) if found is not None else None
 
     return asyncio.run(read())
 

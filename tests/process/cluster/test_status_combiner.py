@@ -16,7 +16,7 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.status_combiner import MAX_STATUSES, StatusCombiner
 from resilient_jax.cluster.status_messages import NOT_WRITTEN, SERVICE, WRITE, StatusWrite
 from resilient_jax.cluster.store_session import StoreSession
-from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import HostName, LeaseId, Revision
@@ -108,7 +108,7 @@ class Parent:
     async def read_step(self, name: str) -> int:
         record = await self.store.get(make_host_key(JOB, HostName(name)))
         assert record is not None
-        return decode_host_status(record).step
+        return decode_record(record, HostStatus).step
 
 
 def make_status(name: str, step: int) -> HostStatus:
@@ -140,7 +140,7 @@ def test_what_comes_while_a_transaction_is_under_way_is_written_by_the_next(tmp_
                 record = await parent.store.get(make_host_key(JOB, request.status.host))
                 assert record is not None
                 assert (record.mod_revision, record.lease) == (revision, request.lease)
-                assert decode_host_status(record) == request.status
+                assert decode_record(record, HostStatus) == request.status
 
     asyncio.run(run())
 
@@ -264,13 +264,15 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
                 store.watch(make_host_key(JOB, HostName("h")), Revision(2))
             ) as batches:
                 async for batch in batches:
-                    steps += [decode_host_status(e.key_value).step for e in batch if isinstance(e, PutEvent)]
+                    steps += [
+                        decode_record(e.key_value, HostStatus).step for e in batch if isinstance(e, PutEvent)
+                    ]
                     if steps[-1] == len(fates):
                         break
             assert steps == sorted(steps)
             record = await store.get(make_host_key(JOB, HostName("h")))
             assert record is not None
-            assert decode_host_status(record).step == len(fates)
+            assert decode_record(record, HostStatus).step == len(fates)
 
     asyncio.run(run())
 
@@ -299,7 +301,7 @@ class Job:
 
     async def read_generation(self) -> Generation | None:
         record = await self.store.get(make_generation_key(simulated_agent.JOB))
-        return decode_generation(record) if record is not None else None
+        return decode_record(record, Generation) if record is not None else None
 
     async def wait_trains(self) -> Generation:
         def is_active() -> bool:
