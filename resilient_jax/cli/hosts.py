@@ -24,8 +24,8 @@ from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_hosts_prefix
 from resilient_jax.store.interface import Store
 from resilient_jax.store.store_access import make_store_access

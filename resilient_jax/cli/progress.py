@@ -8,7 +8,7 @@ from typing import Self
 
 from resilient_jax.cluster.job_view import JobView
 from resilient_jax.planning.recovery_score import describe_s
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.telemetry.metric_text import format_metrics
 from resilient_jax.telemetry.screen_output import print_bytes
 

@@ -29,10 +29,12 @@ from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.errors import StoreUnreachable
 from resilient_jax.membership.redundancy import Redundancy
-from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus, StandbyStatus
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.slow_hosts import SlowHost
 from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.telemetry.metric_text import format_metrics
 
 WATCH_INTERVAL_S = 1.0

@@ -38,14 +38,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.facts import owes_answer
 from resilient_jax.notices import list_handled_notices
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.server import Server

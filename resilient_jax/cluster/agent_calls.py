@@ -9,7 +9,7 @@ from resilient_jax.cluster.agent_messages import READ_LOG, SEND_SIGNAL, SERVICE,
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import PeerError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.log_reader import LogPart
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials

@@ -22,7 +22,7 @@ from resilient_jax.cluster.job_report import list_pids
 from resilient_jax.cluster.run_directory import make_log_path
 from resilient_jax.errors import PeerError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.log_reader import LogPart, read_appended, read_last_lines
 from resilient_jax.transport.server import Server
 

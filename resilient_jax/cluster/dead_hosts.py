@@ -16,7 +16,7 @@ from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.errors import LeaseExpired, PeerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 
 MAX_CONNECTIONS = 32

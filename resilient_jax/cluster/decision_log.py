@@ -13,7 +13,7 @@ from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.severities import Action
 from resilient_jax.membership.spare_hosts import list_unseated
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.telemetry.event_log import EventLog

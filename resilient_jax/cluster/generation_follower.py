@@ -54,8 +54,8 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.events import EventKind
 from resilient_jax.ids import JobName, Revision
+from resilient_jax.protocol.generation import Generation, JobOutcome
 from resilient_jax.protocol.generation_change import GenerationChange, apply_change
-from resilient_jax.protocol.records import Generation, JobOutcome
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat
 from resilient_jax.store.interface import PutEvent, Store

@@ -39,14 +39,9 @@ from resilient_jax.cluster.standby_orders import (
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.membership.job_start import is_interrupted
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    JobOutcome,
-    WorkerState,
-    is_busy,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary, TakeStacks
+from resilient_jax.protocol.worker_report import WorkerState, is_busy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.facts import MembershipState, is_draining
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
+from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.quarantine import HostLosses
-from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.protocol.store_keys import make_leader_key, make_losses_key, make_losses_prefix
 from resilient_jax.store.interface import (
     Compare,

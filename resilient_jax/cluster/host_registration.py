@@ -19,7 +19,8 @@ from resilient_jax.errors import PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.state_loss import StateLossPolicy
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import HoldTraining, LeaseRenewed
 

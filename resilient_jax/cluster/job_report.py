@@ -14,9 +14,10 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.redundancy import Redundancy, measure_redundancy
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.store_access import make_store_access
 from resilient_jax.transport.credentials import Credentials, TlsFiles

@@ -1,7 +1,8 @@
 """What a launcher has seen of its job in the store, for a progress line, a table, and its own decisions."""
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome
+from resilient_jax.protocol.generation import Generation, JobOutcome
+from resilient_jax.protocol.host_status import HostStatus
 
 
 class JobView:

@@ -39,8 +39,9 @@ from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
-from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.lease_renewals import RenewalServer

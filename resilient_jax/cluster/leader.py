@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
@@ -58,10 +56,12 @@ from resilient_jax.membership.machine import (
 )
 from resilient_jax.membership.spare_hosts import list_used
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.generation_change import describe_change
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import (
     make_change_key,
     make_generation_key,
@@ -410,7 +410,7 @@ class _Term:
             "decision": generation.decision,
             "slowness": generation.slowness,
         }
-        if before is not None and msgspec.structs.replace(before, **measured) == generation:
+        if before is not None and change_fields(before, **measured) == generation:
             return  # only progress, redundancy or a decision to wait was recorded
         self._leader._log.record(
             EventKind.GENERATION_PHASE,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from resilient_jax.cluster.dead_hosts import refuses_connections
 from resilient_jax.cluster.progress_reader import read_progress
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.transport.credentials import Credentials
 
 

@@ -1,10 +1,9 @@
 """How far the hosts of a job are, asked of the agent that leads."""
 
-import msgspec
-
 from resilient_jax.cluster.progress_messages import READ, SERVICE, HostProgress, ReadProgress
 from resilient_jax.errors import PeerError, Unauthenticated
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials
 
@@ -31,7 +30,7 @@ def add_progress(status: HostStatus, progress: HostProgress | None) -> HostStatu
     """Return a host's status with what its agent has reported beside the store since."""
     if progress is None or progress.agent_id != status.agent_id or progress.step < status.step:
         return status
-    return msgspec.structs.replace(
+    return change_fields(
         status,
         step=progress.step,
         num_steps=progress.num_steps,

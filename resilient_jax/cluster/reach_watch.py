@@ -20,8 +20,10 @@ from resilient_jax.cluster.port_probe import PortAnswer, ProbeLimits, probe_port
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerStatus
+from resilient_jax.protocol.worker_report import WorkerReport
 
 PATIENCE_S: Final = 2.0
 """So long a world may take to form, or a first step to finish, before anybody is looked at."""

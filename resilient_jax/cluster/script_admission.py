@@ -19,8 +19,8 @@ from resilient_jax.cluster.kept_program import SCRIPT_MODULE, KeptProgram
 from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import LogUnwritable, ScriptRefused
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.job_records import ScriptRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_hosts_prefix, make_script_key
 from resilient_jax.store.interface import PutOp, Store, require_absent, require_unchanged
 

@@ -21,8 +21,9 @@ from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import StandbyState, StandbyStatus, WorkerState, WorkerStatus
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus, WorkerStatus
 from resilient_jax.protocol.worker_messages import AgentRequest, WorkerOrder
+from resilient_jax.protocol.worker_report import WorkerState
 
 
 class StartStandby(Protocol):

@@ -21,8 +21,9 @@ import dataclasses
 
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation, GenerationPhase, SeatId, WorkerFailureKind, WorkerState
+from resilient_jax.protocol.generation import Generation, GenerationPhase, SeatId
 from resilient_jax.protocol.worker_messages import Quiesce
+from resilient_jax.protocol.worker_report import WorkerFailureKind, WorkerState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

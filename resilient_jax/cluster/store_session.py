@@ -15,8 +15,8 @@ from resilient_jax.cluster.status_messages import NOT_WRITTEN, StatusWrite
 from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.job_records import JobRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import (

@@ -8,8 +8,9 @@ from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import HostName, Incarnation, LeaseId
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.store.interface import PutOp, require_absent
 
 CHECK_INTERVAL_S = 1.0

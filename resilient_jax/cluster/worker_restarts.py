@@ -8,7 +8,7 @@ from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, Incarnation
-from resilient_jax.protocol.records import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
 
 
 class NotedErrors:

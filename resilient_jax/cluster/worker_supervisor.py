@@ -38,7 +38,8 @@ from resilient_jax.errors import (
 from resilient_jax.events import Event, EventKind
 from resilient_jax.health.error_texts import Blame, summarize_error
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
@@ -55,6 +56,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_report import WorkerState
 
 STOP_GRACE_S = 2.0
 """Time until SIGKILL for a worker that was ordered to stop because the job failed."""

@@ -16,7 +16,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.transport.credentials import Credentials
 
 COMPILE_EVENTS: Final = frozenset(

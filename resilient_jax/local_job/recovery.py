@@ -8,7 +8,7 @@ from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.observed_job import ObservedJob
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall, measure_stall
 

@@ -11,15 +11,10 @@ from resilient_jax.membership.facts import (
     join_names,
     list_live_workers,
 )
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    Member,
-    WorkerFailureKind,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.worker_report import WorkerFailureKind, WorkerState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

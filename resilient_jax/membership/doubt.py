@@ -5,8 +5,6 @@ Pure.
 
 from collections.abc import Iterable
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.facts import (
     MembershipState,
@@ -14,9 +12,12 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     list_live_workers,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import VoidSnapshots
 from resilient_jax.protocol.state_records import are_parts_complete
+from resilient_jax.protocol.worker_report import WorkerReport
 
 
 def find_trusted_step(state: MembershipState) -> int | None:
@@ -111,6 +112,4 @@ def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Gene
     if trusted is None or trusted == generation.trusted_step:
         return None
     void = VoidSnapshots(before=before, after_step=trusted)
-    return msgspec.structs.replace(
-        generation, trusted_step=trusted, void_snapshots=(*generation.void_snapshots, void)
-    )
+    return change_fields(generation, trusted_step=trusted, void_snapshots=(*generation.void_snapshots, void))

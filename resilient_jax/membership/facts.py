@@ -3,22 +3,14 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.protocol.dropped_worker import DroppedWorker
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    SeatId,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan, SnapshotStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
 
@@ -51,7 +43,7 @@ def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
 def view_standby(status: HostStatus) -> HostStatus | None:
     """Return the host with its standby as the worker, as if that had died; None if it has none that is a worker."""
     standby = status.standby.worker if status.standby is not None else None
-    return msgspec.structs.replace(status, worker=standby) if standby is not None else None
+    return change_fields(status, worker=standby) if standby is not None else None
 
 
 def is_newcomer_alive(state: MembershipState, newcomer: Member) -> bool:

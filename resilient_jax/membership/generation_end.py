@@ -1,7 +1,5 @@
 """How a generation ends: with the next number, in which members stop and are counted, or with the job. Pure."""
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.disruptions import Disruption
@@ -17,12 +15,13 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.kept_stages import list_groups
 from resilient_jax.membership.last_holders import have_last_copy
 from resilient_jax.membership.recovery_decision import decide_to_stop
-from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, Member
+from resilient_jax.protocol.record_parts import change_fields
 
 
 def finish(generation: Generation, outcome: JobOutcome) -> Generation:
     """Return the generation with which the job ends."""
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
         phase=GenerationPhase.FINISHED,
         outcome=outcome,
@@ -44,7 +43,7 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
     attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
     before = generation.suspects if attempts > 1 else ()
     suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
-    return msgspec.structs.replace(
+    return change_fields(
         doubted,
         number=number,
         phase=GenerationPhase.QUIESCE,
@@ -87,7 +86,5 @@ def break_off(
         kept = (
             f"{left.reason}; workers that are left are not replaced: no snapshot has the state that they have"
         )
-        return msgspec.structs.replace(left, reason=kept)
-    return msgspec.structs.replace(
-        left, members=(), dropped_workers=list_replaced_workers(state, left.number)
-    )
+        return change_fields(left, reason=kept)
+    return change_fields(left, members=(), dropped_workers=list_replaced_workers(state, left.number))

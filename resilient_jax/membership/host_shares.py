@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 
 
 class HostShares(NamedTuple):

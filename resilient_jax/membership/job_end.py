@@ -13,7 +13,8 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, find_newest_step, list_live_workers
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 
 NOTICE_TEXT: Final = "all hosts got a notice to leave"
 

@@ -30,7 +30,8 @@ from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.membership.planned_axes import find_decided_number, gives_up_axes
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
+from resilient_jax.protocol.generation import Generation, GenerationPhase, WorldChange
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import (
     KEEPING_ACTIONS,
     JobHistory,
@@ -91,7 +92,7 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
         history, memory = _note_members_back(history, memory, after, now)
         history = forget_returns(history, _list_missed(state, after, now))
     return dataclasses.replace(
-        state, generation=msgspec.structs.replace(after, history=history), phase_since_s=now, memory=memory
+        state, generation=change_fields(after, history=history), phase_since_s=now, memory=memory
     )
 
 

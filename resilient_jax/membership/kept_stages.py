@@ -7,11 +7,11 @@ The other hosts of such a replica stay holders of their blocks. So nothing moves
 from collections.abc import Collection, Iterable
 from typing import Final
 
-import msgspec
-
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState, list_live_workers
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.state_records import StageLoss, StatePart
 
@@ -75,7 +75,7 @@ def note_stage_hosts(
     stage_hosts = _list_stage_hosts(state.generation, formed, decision)
     order = list_order(state.generation, kept)
     earlier = () if stage_hosts else (order,) if order else list_groups(state)
-    return msgspec.structs.replace(formed, stage_hosts=stage_hosts, earlier_stage_hosts=earlier)
+    return change_fields(formed, stage_hosts=stage_hosts, earlier_stage_hosts=earlier)
 
 
 def _list_stage_hosts(

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from resilient_jax.ids import HostName
 from resilient_jax.membership.doubt import have_state
 from resilient_jax.membership.facts import MembershipState, find_snapshot, is_draining
-from resilient_jax.protocol.records import Generation, Member
+from resilient_jax.protocol.generation import Generation, Member
 
 
 def have_last_copy(state: MembershipState, generation: Generation, members: Iterable[Member]) -> bool:

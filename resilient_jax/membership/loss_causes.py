@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.worker_errors import find_user_error_on
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.recovery_records import LossCause
 
 

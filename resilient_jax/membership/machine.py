@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.ids import HostName
 from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
@@ -23,7 +21,9 @@ from resilient_jax.membership.recovery_decision import is_wait_over
 from resilient_jax.membership.rules import decide
 from resilient_jax.membership.tally import MembershipTally
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def apply_progress(hosts: Mapping[HostName, HostStatus], event: HostProgressed) 
     status = hosts.get(event.host)
     if status is None or status.agent_id != event.agent_id or status.step >= event.step:
         return None
-    return msgspec.structs.replace(status, step=event.step)
+    return change_fields(status, step=event.step)
 
 
 def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[object, ...]:

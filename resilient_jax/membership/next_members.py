@@ -11,7 +11,7 @@ from resilient_jax.membership.facts import MembershipState, find_worker
 from resilient_jax.membership.job_history import bound_step_s
 from resilient_jax.membership.spare_hosts import choose_joiners
 from resilient_jax.membership.world_formation import can_change_in_place, keep_seats
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 

@@ -11,8 +11,9 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.plan_records import PlanAxes, PlanChange, PlanConstants, PlanOutlook
-from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 
 AXES_ACTIONS: Final = frozenset(

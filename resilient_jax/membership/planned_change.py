@@ -1,7 +1,5 @@
 """A change between two steps: hosts leave after a notice or as slow ones, and hosts that are ready join. Pure."""
 
-import msgspec
-
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.doubt import are_parts_trusted
 from resilient_jax.membership.facts import (
@@ -26,7 +24,9 @@ from resilient_jax.membership.planned_pause import begin_pause
 from resilient_jax.membership.recovery_decision import are_axes_overdue, decide_admission, find_overdue
 from resilient_jax.membership.slowness import act_on_slow_host
 from resilient_jax.membership.spare_hosts import list_staying
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import JOINING_ACTIONS
 from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
@@ -55,14 +55,14 @@ def plan_change(
         if admission is not None and admission.action in JOINING_ACTIONS:
             decision, reason = admission, f"{join_names(status.host for status in joining)} asked to join"
         elif admission is not None and not list_absent(generation) and not keeps_axes(generation):
-            return msgspec.structs.replace(generation, decision=admission)
+            return change_fields(generation, decision=admission)
     if reason is None:
         return act_on_slow_host(state, config)
     is_join = decision is not generation.decision
     ends_job = not joiners and have_all_notice(state) and saves_on_notice(state)
     members = _expect_members(state, is_join=is_join, now=now, config=config)
     pause = begin_pause(generation, reason, members, ends_job=ends_job)
-    return msgspec.structs.replace(pause, decision=decision)
+    return change_fields(pause, decision=decision)
 
 
 def decide_in_pause(state: MembershipState) -> Generation | None:
@@ -82,14 +82,14 @@ def decide_in_pause(state: MembershipState) -> Generation | None:
     if len(limits) == len(generation.members) and None not in limits:
         # The latest of the members' earliest steps: the furthest ahead cannot go back, and all others reach it.
         boundary = max(limit for limit in limits if limit is not None)
-        return msgspec.structs.replace(
+        return change_fields(
             generation,
             phase=GenerationPhase.BOUNDARY,
             boundary_step=boundary,
             parts_stay=_do_parts_stay(state),
         )
     if any(is_wait_too_long_for(state, member.host) for member in generation.members):
-        return msgspec.structs.replace(generation, next_members=None)
+        return change_fields(generation, next_members=None)
     return None
 
 

@@ -8,7 +8,7 @@ ends early leaves nothing behind, and a job of short generations is never protec
 from typing import Final
 
 from resilient_jax.membership.failure_forecast import expect_failure_s
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.snapshots import Protection, SnapshotPlan
 
 ENOUGH_LOSSES: Final = 2

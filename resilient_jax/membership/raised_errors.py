@@ -8,8 +8,6 @@ a host or the network may come to several hosts at once (shared storage, a switc
 host's tries are used up.
 """
 
-import msgspec
-
 from resilient_jax.health.error_texts import Blame
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.disruptions import Disruption
@@ -30,8 +28,10 @@ from resilient_jax.membership.state_loss import (
     make_state_loss_outcome,
 )
 from resilient_jax.membership.worker_errors import find_error, read_error, summarize_worker_error
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.raised_error import RaisedError
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.record_parts import change_fields
 
 
 def react_to_errors(state: MembershipState, config: MembershipConfig) -> Generation | None:
@@ -142,7 +142,7 @@ def _try_again(
         return None
     taken_out = error.host if is_out else without.taken_out
     reason = what if is_out else without.reason
-    return msgspec.structs.replace(without, raised=raised, taken_out=taken_out, reason=reason)
+    return change_fields(without, raised=raised, taken_out=taken_out, reason=reason)
 
 
 def _list_open(state: MembershipState) -> tuple[RaisedError, ...]:

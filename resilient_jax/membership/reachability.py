@@ -28,8 +28,9 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.severities import Action, Evidence, choose_action
 from resilient_jax.membership.vertex_cover import Pair, list_covers
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 
 MAX_NAMED: Final = 3
 """Pairs of which a reason names the hosts."""

@@ -41,7 +41,8 @@ from resilient_jax.membership.recovery_policy import Choice, choose_admission, c
 from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.membership.spare_hosts import count_places, explain_cold_join, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, explain_new_world, is_in_place
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
     LossCause,

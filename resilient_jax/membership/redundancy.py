@@ -29,7 +29,9 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.doubt import is_newest, is_part_trusted
 from resilient_jax.membership.facts import MembershipState, find_worker, list_counted_snapshots
-from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.state_records import StatePart, are_parts_complete
 
@@ -65,7 +67,7 @@ def count_losses_left(state: MembershipState) -> int | None:
 
 def is_last_copy_without(state: MembershipState, members: tuple[Member, ...]) -> bool:
     """Return whether the next loss may be that of the state if only `members` of the generation are left."""
-    left = msgspec.structs.replace(state.generation, members=members)
+    left = change_fields(state.generation, members=members)
     return not count_losses_left(
         MembershipState(generation=left, hosts=state.hosts, phase_since_s=state.phase_since_s)
     )

@@ -15,7 +15,8 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.redundancy import is_last_copy_without
 from resilient_jax.membership.spare_hosts import count_missing_places, count_places
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place, can_go_on_by_mail
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 
 
 class Rendezvous(enum.Enum):

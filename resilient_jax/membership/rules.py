@@ -53,8 +53,6 @@ state.
 import dataclasses
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.errors import ExitCode
 from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import (
@@ -123,15 +121,9 @@ from resilient_jax.membership.world_formation import (
     form_next_generation,
     give_seats,
 )
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
-    Member,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.state_records import StateLoss
 
@@ -150,7 +142,7 @@ def decide(
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
             break
-        transition = msgspec.structs.replace(transition, keeps_workers=not config.replaces_workers)
+        transition = change_fields(transition, keeps_workers=not config.replaces_workers)
         taken_out = find_corrupt_hosts(state) if transition.trusted_step is not None else frozenset()
         if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
             taken_out |= {transition.taken_out}
@@ -165,10 +157,10 @@ def decide(
             QuarantineHost(host, transition.reason, before(host) if count(host) > before(host) else 0)
             for host in sorted(taken_out)
         ]
-        measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
+        measured = change_fields(state.generation, losses_left=count_losses_left(state))
         if measured.phase is GenerationPhase.FORM:
             protection = choose_protection(earlier, measured, find_snapshot(state))
-            measured = msgspec.structs.replace(measured, protection=protection)
+            measured = change_fields(measured, protection=protection)
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
     return state, tuple(commands)
@@ -225,7 +217,7 @@ def _part(state: MembershipState, separation: Separation, config: MembershipConf
         return None
     left = tuple(m for m in generation.members if m.host not in out)
     parted = break_off(state, Disruption(separation.reason), config, left)
-    return msgspec.structs.replace(parted, separated=(*generation.separated, *out))
+    return change_fields(parted, separated=(*generation.separated, *out))
 
 
 def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> Generation:
@@ -243,7 +235,7 @@ def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> G
         )
     why = Disruption(reason, hang.hosts[0] if hang.hosts else None, hang.reason)
     quiescing = break_off(state, why, config, left)
-    return msgspec.structs.replace(quiescing, hang=hang.reason)
+    return change_fields(quiescing, hang=hang.reason)
 
 
 def _in_quiesce(
@@ -304,7 +296,7 @@ def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Ge
         if not (worker.report.has_formed and worker.report.generation == generation.number)
     ]
     if not late:
-        return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
+        return change_fields(generation, phase=GenerationPhase.ACTIVE)
     if now - state.phase_since_s > config.forming_timeout_s:
         hosts = [member.host for member, _ in late]
         text = f"{join_names(hosts)} did not join the world within {config.forming_timeout_s:g} s"
@@ -324,19 +316,17 @@ def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> 
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
     kept = (generation.snapshot, generation.state_loss, generation.trusted_step, generation.separated)
     if (snapshot, None, None, ()) != kept:
-        return msgspec.structs.replace(
-            generation, snapshot=snapshot, state_loss=None, trusted_step=None, separated=()
-        )
+        return change_fields(generation, snapshot=snapshot, state_loss=None, trusted_step=None, separated=())
     progress = find_recoverable_step(state)
     if count_losses_left(state) != generation.losses_left:
-        return msgspec.structs.replace(generation, progress=max(progress, generation.progress))
+        return change_fields(generation, progress=max(progress, generation.progress))
     if progress > generation.progress and (
         # Every transition sets `phase_since_s`, this record too: it is the time since the last one.
         generation.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
     ):
         # Recorded before it can be lost: if all hosts die at once, the next leader must not restart the job. Later
         # periodically, so that the next leader can report how many steps are lost.
-        return msgspec.structs.replace(generation, progress=progress)
+        return change_fields(generation, progress=progress)
     joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
@@ -438,7 +428,7 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
         )
         left = tuple(m for m in generation.members if m.host != suspect)
         without = quiesce(state, Disruption(reason, suspect, generation.failure_text), left)
-        return msgspec.structs.replace(
+        return change_fields(
             without, attempts=generation.attempts, suspects=generation.suspects, taken_out=suspect
         )
     if action is Action.RETRY_IN_PLACE:
@@ -476,7 +466,7 @@ def _form(
         if decision is None:
             return None
         if decision.action is RecoveryAction.WAIT:
-            return msgspec.structs.replace(state.generation, decision=decision)
+            return change_fields(state.generation, decision=decision)
         renews_world = decision.action is RecoveryAction.REFORM
         if renews_world:  # hosts without programs prepare in its seats
             joiners = [status for status in joiners if not is_cold(status)]
@@ -487,9 +477,9 @@ def _form(
     formed = form_next_generation(state, kept, joiners, origin, lost, spare_seats, renews_world=renews_world)
     if isinstance(formed, StartCoordinationService):
         return formed
-    formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
+    formed = change_fields(formed, decision=decision, max_members=places)
     formed = note_stage_hosts(state, formed, decision, kept)
     axes = list_axes(state.generation, decision, kept, joiners)
     constants = find_constants(state.generation, kept)
-    formed = msgspec.structs.replace(formed, plan_axes=axes, plan_constants=constants)
+    formed = change_fields(formed, plan_axes=axes, plan_constants=constants)
     return forget_outdated(formed, state.quarantined)

@@ -39,9 +39,12 @@ from resilient_jax.membership.slow_host_policy import (
 )
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
-from resilient_jax.protocol.records import Generation, HostStatus, WorkerReport
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
+from resilient_jax.protocol.worker_report import WorkerReport
 
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
@@ -62,13 +65,13 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         return None
     slowness = msgspec.structs.replace(generation.slowness, decision=decision)
     if decision.action is RecoveryAction.KEEP:
-        return msgspec.structs.replace(generation, slowness=slowness)
+        return change_fields(generation, slowness=slowness)
     if decision.action is RecoveryAction.FEWER_DEVICES:
         # The generation goes on until the host's agent ends its worker.
         slowness = _note_devices_out(slowness, decision.slow, decision.devices)
         restarting = tuple((m.host, m.incarnation) for m in generation.members if m.host == decision.slow)
         slowness = msgspec.structs.replace(slowness, restarting=(*slowness.restarting, *restarting))
-        return msgspec.structs.replace(generation, slowness=slowness)
+        return change_fields(generation, slowness=slowness)
     taken_out: HostName | None = None
     if decision.action is RecoveryAction.REDIVIDE:
         slowdown = _get_report(state).slowdown
@@ -83,7 +86,7 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
     timeout_s = COPY_TIMEOUT_S if taken_out is None else LEAVING_COPY_TIMEOUT_S
     next_members = expect_members(without, kept, slowness.speeds, config, timeout_s)
     pause = begin_pause(generation, decision.reason, next_members, taken_out)
-    return msgspec.structs.replace(pause, slowness=slowness)
+    return change_fields(pause, slowness=slowness)
 
 
 def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:
@@ -181,13 +184,13 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
         and taken_out not in quarantined
         and generation.find_member(taken_out) is not None
     ):
-        generation = msgspec.structs.replace(generation, taken_out=None)
+        generation = change_fields(generation, taken_out=None)
     speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
     out = tuple(host for host in slowness.out if generation.find_member(host) is None)
     members = {(member.host, member.incarnation) for member in generation.members}
     restarting = tuple(one for one in slowness.restarting if one in members)
     slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out, restarting=restarting)
-    return msgspec.structs.replace(generation, slowness=slowness)
+    return change_fields(generation, slowness=slowness)
 
 
 def _note_taken_out(
@@ -222,7 +225,7 @@ def _get_report(state: MembershipState) -> WorkerReport:
 def _suppose_without(state: MembershipState, slow: HostName) -> MembershipState:
     """Return the state as it would be if the slow host were taken out now: those that join then are known from it."""
     slowness = _note_taken_out(state.generation.slowness, slow, ())
-    generation = msgspec.structs.replace(state.generation, slowness=slowness)
+    generation = change_fields(state.generation, slowness=slowness)
     return dataclasses.replace(state, generation=generation, quarantined=state.quarantined | {slow})
 
 

@@ -32,7 +32,8 @@ from resilient_jax.membership.world_formation import (
     can_go_on_by_mail,
     find_state_origin,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
 
 
 def count_missing_places(state: MembershipState) -> int:

@@ -10,7 +10,8 @@ from typing import assert_never
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.membership.facts import MembershipState, explain_snapshots, find_newest_step
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.state_records import StateLoss
 
 

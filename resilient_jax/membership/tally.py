@@ -27,7 +27,8 @@ from resilient_jax.membership.reachability import find_reach_report
 from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.membership.spare_hosts import count_missing_places
 from resilient_jax.membership.worker_errors import find_error
-from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 

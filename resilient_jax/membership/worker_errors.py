@@ -3,16 +3,11 @@
 from resilient_jax.errors import ExitCode
 from resilient_jax.health.error_texts import Blame, ErrorSummary, summarize_error
 from resilient_jax.ids import HostName, Incarnation
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
 from resilient_jax.protocol.raised_error import EXIT_CODE, RaisedError
-from resilient_jax.protocol.records import (
-    Generation,
-    HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
-    WorkerFailureKind,
-    WorkerStatus,
-)
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_report import WorkerFailureKind
 
 _OF_THE_SCRIPT = (WorkerFailureKind.USER, WorkerFailureKind.LATE)
 

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Final
 
-import msgspec
-
 from resilient_jax.ids import HostName, Seat, WorldId
 from resilient_jax.membership.doubt import are_parts_trusted, is_trusted
 from resilient_jax.membership.facts import (
@@ -21,7 +19,9 @@ from resilient_jax.membership.facts import (
 )
 from resilient_jax.membership.job_end import is_any_staying
 from resilient_jax.membership.state_loss import explain_state_loss
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorldChange
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, WorldChange
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateLoss, StateSource, are_parts_complete
 
@@ -112,7 +112,7 @@ def _reform(
     address = _find_address(state, world, len(members))
     if address is None:
         return StartCoordinationService(world, len(members), num_seats)
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
         change=WorldChange.REFORM,
         world=world,
@@ -176,13 +176,13 @@ def form_next_generation(
     generation = state.generation
     if is_in_place(state, kept, joiners, origin) and not renews_world:
         change = WorldChange.GROW if joiners else WorldChange.SHRINK
-        built = msgspec.structs.replace(
+        built = change_fields(
             generation,
             change=change,
             members=keep_seats(generation, kept, joiners),
             service_address="" if _explain_no_cliques(state, kept) else generation.service_address,
         )
-        built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
+        built = change_fields(built, newcomers=_list_waiting(state, built))
     else:
         built = _reform(state, kept, joiners, spare_seats)
         if isinstance(built, StartCoordinationService):
@@ -190,7 +190,7 @@ def form_next_generation(
     held = {*(source.host for source in origin.sources), *origin.part_holders}
     # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
     receivers = tuple(m.host for m in built.members if m.host not in held) if held else ()
-    return msgspec.structs.replace(
+    return change_fields(
         built,
         phase=GenerationPhase.FORM,
         ends_job=False,
@@ -242,7 +242,7 @@ def give_seats(
     given = tuple(
         _make_member(status, Seat(seat)) for seat, status in enumerate(waiting, generation.next_seat)
     )
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
         next_seat=Seat(generation.next_seat + len(given)),
         newcomers=(*_list_waiting(state, generation), *given),

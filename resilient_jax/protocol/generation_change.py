@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from resilient_jax.errors import MessageError
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.records import Generation
 
 SMALL_RECORD_BYTES: Final = 2048
 """A record of at most so many bytes is its own change: to read it costs no more than to look for what is different."""

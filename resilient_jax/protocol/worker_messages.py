@@ -10,8 +10,9 @@ import msgspec
 
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, Seat
-from resilient_jax.protocol.records import Generation, WorkerReport
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.state_records import NextMembers
+from resilient_jax.protocol.worker_report import WorkerReport
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -1,6 +1,6 @@
 """The members that a worker expects in its first generation, before it has joined one."""
 
-from resilient_jax.protocol.records import Member
+from resilient_jax.protocol.generation import Member
 from resilient_jax.protocol.worker_messages import TakeSeat
 
 

@@ -11,8 +11,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants
-from resilient_jax.protocol.records import Generation
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.worker_messages import FormWorld

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import StepCommitted
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind
 from resilient_jax.worker.worker_protocol import HeldPause, Transition
 
 

@@ -27,7 +27,7 @@ from resilient_jax.jax_runtime.failures import ServiceEnded, is_collective_failu
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
-from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.generation import SeatId, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -38,6 +38,7 @@ from resilient_jax.protocol.worker_messages import (
     TakeSeat,
     WorkerSettings,
 )
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.snapshot.malloc_settings import release_freed_memory
 from resilient_jax.state.flat_state import FlatState

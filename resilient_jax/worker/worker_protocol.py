@@ -45,18 +45,10 @@ import dataclasses
 import enum
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, WorldId
+from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.plan_records import PlanOutlook
-from resilient_jax.protocol.records import (
-    SeatId,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    is_busy,
-)
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import NextMembers, StatePart
@@ -71,6 +63,13 @@ from resilient_jax.protocol.worker_messages import (
     TakeSeat,
     WorkerAdmitted,
     WorkerReported,
+)
+from resilient_jax.protocol.worker_report import (
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+    is_busy,
 )
 from resilient_jax.protocol.worker_tasks import OverdueTask
 
@@ -170,7 +169,7 @@ def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
 
 
 def _report(before: WorkerProtocol, /, **changes: object) -> Transition:
-    report = msgspec.structs.replace(before.report, **changes)
+    report = change_fields(before.report, **changes)
     return dataclasses.replace(before, report=report), (WorkerReported(report=report),)
 
 

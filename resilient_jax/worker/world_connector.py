@@ -29,7 +29,7 @@ from resilient_jax.jax_runtime.world_forming import (
     interrupt_forming,
     limit_interruption,
 )
-from resilient_jax.protocol.records import Generation, WorldChange
+from resilient_jax.protocol.generation import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.transport.mail_service import MailService

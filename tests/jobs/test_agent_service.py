@@ -17,7 +17,7 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport, read_job_r
 from resilient_jax.cluster.run_directory import HostLog, JobContact
 from resilient_jax.errors import ExitCode, MessageError, PeerError, Unauthenticated
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials

@@ -15,8 +15,8 @@ import pytest
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.ids import HostName, JobName, LeaseId
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.job_records import JobRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials

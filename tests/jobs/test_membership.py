@@ -15,7 +15,7 @@ from resilient_jax.errors import PeerUnreachable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.state.peer_transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials

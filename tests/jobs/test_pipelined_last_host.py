@@ -8,7 +8,7 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from tests.support.pipelined_job import PipelinedJob
 
 HOSTS, STAGES = 2, 1

@@ -15,7 +15,7 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import WorldChange
+from resilient_jax.protocol.generation import WorldChange
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from tests.support.full_only import full_but
 from tests.support.kills import generation_of

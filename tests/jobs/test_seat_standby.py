@@ -13,7 +13,8 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation, StandbyStatus, WorldChange
+from resilient_jax.protocol.generation import Generation, WorldChange
+from resilient_jax.protocol.host_status import StandbyStatus
 from resilient_jax.worker.unwinding_delay import UNWINDING_GRACE_S
 from tests.support.kills import generation_of
 from tests.support.sharded_job import ShardedJob

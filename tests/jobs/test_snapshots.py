@@ -10,7 +10,7 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPointOrder
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.jobs.launched import make_environment
 from tests.support.full_only import full_but
 from tests.support.paths import SCRIPTS

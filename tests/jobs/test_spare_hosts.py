@@ -9,7 +9,8 @@ from pathlib import Path
 from resilient_jax.cli.status import describe_spare
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import WorkerState, WorldChange
+from resilient_jax.protocol.generation import WorldChange
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.agents import run_command
 from tests.support.kills import generation_of
 from tests.support.patience import wait_until

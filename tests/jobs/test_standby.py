@@ -9,7 +9,8 @@ import pytest
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import HostStatus, StandbyStatus, WorkerState
+from resilient_jax.protocol.host_status import HostStatus, StandbyStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.patience import wait_until
 from tests.support.process_ends import is_gone
 from tests.support.tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob

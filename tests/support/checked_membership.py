@@ -5,8 +5,6 @@ And what it decides at a change of members, against what another leader would.
 
 import dataclasses
 
-import msgspec
-
 from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
@@ -21,6 +19,7 @@ from resilient_jax.membership.machine import (
     apply_progress,
 )
 from resilient_jax.membership.rules import decide
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import WAITING_ACTIONS
 
 
@@ -55,7 +54,7 @@ class CheckedMachine(MembershipMachine):
         assert decision is not None
         others = []
         for history in (before.generation.history, self.state.generation.history):
-            generation = msgspec.structs.replace(before.generation, history=history)
+            generation = change_fields(before.generation, history=history)
             memory = LeaderMemory(observed_until_s=now, decided_s=now)
             successor = dataclasses.replace(before, generation=generation, memory=memory)
             other = handle_plainly(successor, event, now, self._config)[0].generation.decision
@@ -70,7 +69,7 @@ class CheckedMachine(MembershipMachine):
         decision, others = self.state.generation.slowness.decision, []
         assert decision is not None
         for history in (before.generation.history, self.state.generation.history):
-            generation = msgspec.structs.replace(before.generation, history=history)
+            generation = change_fields(before.generation, history=history)
             memory = LeaderMemory(observed_until_s=now, decided_s=now)
             successor = dataclasses.replace(before, generation=generation, memory=memory)
             other = handle_plainly(successor, event, now, self._config)[0].generation.slowness.decision

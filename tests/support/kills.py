@@ -7,7 +7,7 @@ from typing import Final
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from tests.support.tiny_job import RECOVERY_S, TinyJob
 
 Victims = list[tuple[JobComponent, str]]

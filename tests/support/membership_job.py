@@ -17,17 +17,10 @@ from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, Tick
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.generation import Generation, GenerationPhase, SeatId
+from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus, WorkerStatus
 from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    SeatId,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import TimedChange
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
@@ -37,6 +30,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotStatus,
 )
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 from tests.support.checked_membership import CheckedMachine
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
@@ -132,7 +126,7 @@ class Job:
         return self.state.hosts.get(HostName(name), new)
 
     def change(self, name: str, **changes) -> None:
-        self.give(HostChanged(msgspec.structs.replace(self.status(name), **changes)))
+        self.give(HostChanged(change_fields(self.status(name), **changes)))
 
     def worker_of(self, name: str) -> WorkerStatus:
         worker = self.status(name).worker
@@ -143,14 +137,14 @@ class Job:
         self.change(name, worker=msgspec.structs.replace(self.worker_of(name), **changes))
 
     def report(self, name: str, **changes) -> None:
-        self.worker(name, report=msgspec.structs.replace(self.worker_of(name).report, **changes))
+        self.worker(name, report=change_fields(self.worker_of(name).report, **changes))
 
     def spare(self, name: str) -> None:
         """Have a host appear that was started as a spare, and its worker be ready; it is no member yet."""
-        new = msgspec.structs.replace(self.status(name), is_spare=True)
+        new = change_fields(self.status(name), is_spare=True)
         assert new.worker is not None
         worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
-        self.give(HostChanged(msgspec.structs.replace(new, worker=worker)))
+        self.give(HostChanged(change_fields(new, worker=worker)))
         if self.generation.find_newcomer(HostName(name), worker.incarnation) is not None:
             self.take_seat(name)
 
@@ -240,7 +234,7 @@ def know(job: Job, **seconds: float) -> None:
     history = memory.unwritten or job.generation.history
     for change, value in seconds.items():
         history = add_time(history, TimedChange(change), value)
-    generation = msgspec.structs.replace(job.generation, history=history)
+    generation = change_fields(job.generation, history=history)
     if memory.unwritten is not None:
         memory = dataclasses.replace(memory, unwritten=history)
     job.state = dataclasses.replace(job.state, generation=generation, memory=memory)

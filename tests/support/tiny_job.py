@@ -19,7 +19,8 @@ import numpy as np
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
-from resilient_jax.protocol.records import GenerationPhase, StandbyState, StandbyStatus
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus
 from tests.support.paths import SCRIPTS
 from tests.support.patience import Deadline, patience, slowness, wait_until
 from tests.support.patient_job import PatientJob

@@ -23,7 +23,8 @@ from resilient_jax.local_job.recovery import (
     wait_training,
 )
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall
 

@@ -9,7 +9,7 @@ from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.local_job.local_job import LocalJob
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.benchmarks.control.figures import PartResult, Samples
 from tests.benchmarks.paths import JOBS
 from tests.benchmarks.runs import run_job

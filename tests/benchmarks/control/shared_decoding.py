@@ -8,8 +8,8 @@ from unittest import mock
 import msgspec
 
 from resilient_jax.cluster import generation_follower
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_change import GenerationChange
-from resilient_jax.protocol.records import Generation
 from resilient_jax.store.interface import KeyValue
 
 MAX_KEPT: Final = 64

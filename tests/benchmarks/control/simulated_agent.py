@@ -9,8 +9,6 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Final, cast
 
-import msgspec
-
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster import progress_relay
 from resilient_jax.cluster.agent_context import AgentContext
@@ -28,7 +26,9 @@ from resilient_jax.errors import PeerError
 from resilient_jax.ids import JobName, Revision, WorldId
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.store.interface import KeyValue, PutEvent, Store, WatchEvent
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
@@ -106,7 +106,7 @@ class SimulatedAgent:
         if self._listens:
             await self._server.start()
             port = parse_address(self._server.address)[1]
-            self._status = msgspec.structs.replace(self._status, port=port)
+            self._status = change_fields(self._status, port=port)
         while True:
             try:
                 await self._session.open()

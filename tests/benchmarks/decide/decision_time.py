@@ -8,7 +8,9 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.recovery_decision import decide_admission, decide_after_loss
 from resilient_jax.membership.world_formation import find_state_origin
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorkerState
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.stub_hosts import change_report, make_idle_status
 
 DECISION_HOSTS: Final = 4096

@@ -20,7 +20,8 @@ import msgspec
 from resilient_jax.cluster.progress_messages import REPORT, SERVICE, ProgressReports
 from resilient_jax.cluster.progress_tree import FANOUT
 from resilient_jax.cluster.stored_records import decode_record
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store import etcd_connection
 from resilient_jax.store.interface import Store

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.store.store_access import StoreAccess
 from tests.benchmarks.control.decision_gaps import EtcdMeasurements
 from tests.benchmarks.control.simulated_agent import CREDENTIALS, PATIENCE_S, SimulatedAgent

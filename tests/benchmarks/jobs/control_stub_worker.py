@@ -9,7 +9,7 @@ import threading
 import time
 
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import SeatId
+from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     WORKER_ORDER_DECODER,

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.state_handover import StateHandover
@@ -42,7 +42,7 @@ def prepare(*, in_place: bool = False, step: int = 6, **changes: Any) -> tuple[K
     generation = Generation(
         number=GenerationNumber(2), phase=GenerationPhase.FORM, reason="a loss", snapshot=plan
     )
-    handover.prepare(msgspec.structs.replace(generation, **changes), in_place=in_place)
+    handover.prepare(change_fields(generation, **changes), in_place=in_place)
     return kept, committed
 
 

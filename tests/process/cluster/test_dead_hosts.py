@@ -15,7 +15,7 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import PutOp

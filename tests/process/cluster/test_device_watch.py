@@ -26,9 +26,10 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
 from tests.support.agent_parts import HOST, JOB, make_agent_settings, wait_until

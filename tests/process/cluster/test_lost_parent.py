@@ -13,7 +13,8 @@ import pytest
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import HostLog, JobContact, make_log_path
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import GenerationPhase, WorkerState
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.telemetry.event_log import read_events
 from tests.benchmarks.paths import JOBS
 from tests.support.agents import TOKEN, HandStartedAgent, served_store

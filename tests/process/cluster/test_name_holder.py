@@ -12,7 +12,8 @@ import pytest
 from resilient_jax.cluster.name_holder import NameHolder, ask_name_holder
 from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import Credentials
@@ -67,7 +68,7 @@ def test_a_restarted_agent_takes_the_name_of_its_ghost_while_the_lease_lasts(
     with start_agent(store, tmp_path, "first") as first:
         before = wait_registered(store, first)
         assert ask(before) is NameHolder.ALIVE
-        assert ask(msgspec.structs.replace(before, agent_id="another")) is NameHolder.GONE
+        assert ask(change_fields(before, agent_id="another")) is NameHolder.GONE
         first.process.send_signal(signal.SIGSTOP)
         assert ask(before) is NameHolder.SILENT
         first.process.send_signal(signal.SIGCONT)
@@ -93,4 +94,4 @@ def test_a_port_that_is_taken_by_a_stranger_answers_nothing(store: str) -> None:
             HostStatus,
         )
         assert ask(status) is NameHolder.SILENT
-    assert ask(msgspec.structs.replace(status, port=0)) is NameHolder.SILENT
+    assert ask(change_fields(status, port=0)) is NameHolder.SILENT

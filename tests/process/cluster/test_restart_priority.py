@@ -16,8 +16,8 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
 from resilient_jax.protocol.generation_change import describe_change
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.snapshot.process_priority import NICENESS
 from resilient_jax.store.interface import PutOp

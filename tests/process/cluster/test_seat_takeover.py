@@ -22,16 +22,11 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, Incarnation
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import StandbyState
 from resilient_jax.protocol.raised_error import RaisedError
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    JobOutcome,
-    JobOutcomeKind,
-    StandbyState,
-    WorkerState,
-)
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
 from tests.support.agent_parts import HOST, WAIT_S, make_agent_settings, wait_until
@@ -42,7 +37,7 @@ MAX_RESTARTS = 2
 SCRIPT = """
 import os
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import WorkerReport, WorkerState
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 from resilient_jax.protocol.worker_messages import *
 
 connection = Connection(int(os.environ[AGENT_CONNECTION_VARIABLE]), WORKER_ORDER_DECODER, send_timeout_s=None)

@@ -20,7 +20,8 @@ from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import HostName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import Compare, Operation, PutEvent, PutOp, TransactionResult

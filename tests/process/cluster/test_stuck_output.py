@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.benchmarks.paths import JOBS
 from tests.support.patience import wait_until
 from tests.support.patient_job import PatientJob

@@ -19,8 +19,9 @@ from resilient_jax.errors import (
     Unauthenticated,
 )
 from resilient_jax.ids import HostName, JobName, Revision
-from resilient_jax.protocol.records import HostStatus, Versions
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_connection import EtcdUser
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl

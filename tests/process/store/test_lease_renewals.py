@@ -14,7 +14,7 @@ from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.store_session import StoreSession
 from resilient_jax.errors import LeaseExpired
 from resilient_jax.ids import HostName, JobName, LeaseId
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store import lease_renewals
 from resilient_jax.store.lease_renewals import RenewalServer

@@ -9,7 +9,7 @@ from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.errors import JoinRefused
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.lease_renewals import RenewalServer

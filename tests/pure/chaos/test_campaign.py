@@ -15,15 +15,10 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.observed_job import JobEnded, JobObserver, JobTimeout, ObservedJob
 from resilient_jax.local_job.recovery import wait_training
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    WorkerReport,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.telemetry.event_log import EventLog
 from tests.chaos import leaks
 from tests.chaos.active_faults import ActiveFaults

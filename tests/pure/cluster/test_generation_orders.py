@@ -27,16 +27,9 @@ from resilient_jax.cluster.generation_orders import (
 )
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    JobOutcome,
-    JobOutcomeKind,
-    Member,
-    WorkerReport,
-    WorkerState,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind, Member
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, TakeStacks
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 
 HOST = HostName("a")
 ME = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from resilient_jax.cluster.agent_context import AgentContext
@@ -20,8 +19,10 @@ from resilient_jax.ids import HostName, JobName, LeaseId, Revision, WorldId
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.job_start import is_interrupted
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcomeKind
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key, make_leader_key
 from resilient_jax.store.interface import NO_LEASE, DeleteOp, KeyValue, PutEvent, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -70,7 +71,7 @@ class Hosts:
 
     async def notify(self, host: HostName) -> None:
         """Have a host get a notice to leave."""
-        await self._write(msgspec.structs.replace(self._statuses[host], is_draining=True))
+        await self._write(change_fields(self._statuses[host], is_draining=True))
 
     async def end(self, host: HostName) -> None:
         """Have a host be gone."""

@@ -1,11 +1,12 @@
 """When an agent looks whom it reaches, and at whom."""
 
-import msgspec
 import pytest
 
 from resilient_jax.cluster.reach_watch import MAX_MEMBERS, PATIENCE_S, choose_members, must_look
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 
 NUMBER = GenerationNumber(3)
@@ -17,7 +18,7 @@ STEPS, FORMED, WAITS = (
     WorkerReport(generation=NUMBER, has_formed=True),
     WorkerReport(generation=NUMBER),
 )
-HANGS = msgspec.structs.replace(STEPS, overdue=OVERDUE)
+HANGS = change_fields(STEPS, overdue=OVERDUE)
 
 
 def make_generation(phase: GenerationPhase, count: int = 3, attempts: int = 0) -> Generation:

@@ -15,7 +15,7 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import ExitCode, LogUnwritable, ScriptRefused
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.store.memory import MemoryStore
 from tests.support.agent_parts import JOB, make_agent_settings

@@ -20,19 +20,16 @@ from resilient_jax.cluster.standby_orders import (
 )
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import (
     Generation,
     GenerationPhase,
     JobOutcome,
     JobOutcomeKind,
     Member,
     SeatId,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
 )
 from resilient_jax.protocol.worker_messages import Quiesce
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 
 HOST = HostName("a")
 ME = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))

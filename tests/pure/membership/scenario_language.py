@@ -39,24 +39,14 @@ from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.spare_hosts import list_unseated
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    SeatId,
-    StandbyState,
-    StandbyStatus,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.host_status import HostStatus, StandbyState, StandbyStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook, StatePart
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 from tests.support.membership_job import (
     Job,
@@ -770,7 +760,7 @@ def _remember(job: Job, names: list[str], values: Values) -> None:
 
 
 def _set_history(job: Job, history: JobHistory) -> None:
-    generation = msgspec.structs.replace(job.generation, history=history)
+    generation = change_fields(job.generation, history=history)
     job.state = dataclasses.replace(job.state, generation=generation)
 
 

@@ -70,25 +70,23 @@ from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
+from resilient_jax.protocol.generation import (
     Generation,
     GenerationPhase,
-    HostStatus,
     JobOutcome,
     JobOutcomeKind,
     Member,
     SeatId,
-    StandbyState,
-    StandbyStatus,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
     WorldChange,
 )
+from resilient_jax.protocol.host_status import (
+    CoordinationServiceStatus,
+    HostStatus,
+    StandbyState,
+    StandbyStatus,
+    WorkerStatus,
+)
+from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import (
@@ -113,6 +111,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerReported,
 )
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 from resilient_jax.store.interface import (
     Compare,

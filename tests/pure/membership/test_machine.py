@@ -15,19 +15,11 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.membership import machine
 from resilient_jax.membership.machine import HostLeft, MembershipMachine, Tick
 from resilient_jax.membership.state_loss import StateLossPolicy
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-    SeatId,
-    StandbyState,
-    StandbyStatus,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import GenerationPhase, SeatId
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus, WorkerStatus
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 from tests.support.membership_job import Job, keep, server, sharded, snapshot, training
 
 NAMES = "abcde"

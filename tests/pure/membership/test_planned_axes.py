@@ -18,16 +18,11 @@ from resilient_jax.membership.recovery_policy import (
     choose_after_loss,
 )
 from resilient_jax.membership.return_groups import ExpectedReturn
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-)
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 from tests.support.membership_job import Job, change_leader, know, stop_at_boundary, training
 
 
@@ -543,9 +538,7 @@ def join(plans: PlanOutlook | None, *, failures: int = 0, is_new_leader: bool = 
     job.config = dataclasses.replace(job.config, num_hosts=4)
     job.state = job.state
     history = msgspec.structs.replace(job.generation.history, failures=failures, observed_s=1000.0)
-    job.state = dataclasses.replace(
-        job.state, generation=msgspec.structs.replace(job.generation, history=history)
-    )
+    job.state = dataclasses.replace(job.state, generation=change_fields(job.generation, history=history))
     for name in "abc":
         job.report(name, plans=plans)
     if is_new_leader:

@@ -11,11 +11,7 @@ import re
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-    JobOutcomeKind,
-    WorldChange,
-)
+from resilient_jax.protocol.generation import GenerationPhase, JobOutcomeKind, WorldChange
 from tests.pure.membership.simulated_cluster import (
     NAMES,
     ROUND_S,

@@ -11,7 +11,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.membership.failure_forecast import count_losses, estimate_rate, expect_failure_s
 from resilient_jax.membership.protection import ENOUGH_LOSSES, choose_protection
 from resilient_jax.planning.recovery_score import HOUR_S
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan
 from resilient_jax.state.protection_schedule import FIRST_OFFSET, MEASURED_INTERVAL, ProtectionSchedule

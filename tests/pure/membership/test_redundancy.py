@@ -13,7 +13,9 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.membership.redundancy import Redundancy, RedundancyTally, measure_redundancy
-from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.host_status import WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
     SnapshotId,
@@ -23,6 +25,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotStatus,
 )
 from resilient_jax.protocol.state_records import StatePart, are_parts_complete
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.membership_job import Job, keep, server, sharded, snapshot, training
 
 
@@ -212,15 +215,15 @@ def test_no_set_of_so_many_losses_costs_a_state_in_parts_and_one_of_one_more_doe
             nbytes=1,
             wall_s=0.0,
         )
-        status = msgspec.structs.replace(
+        status = change_fields(
             job.status(name),
             snapshot_server=server(name),
             snapshots=(kept,) if has_snapshot and name not in missing else (),
         )
         assert status.worker is not None
-        report = msgspec.structs.replace(status.worker.report, holds_state=False, part=part)
+        report = change_fields(status.worker.report, holds_state=False, part=part)
         worker = msgspec.structs.replace(status.worker, report=report)
-        hosts[name] = msgspec.structs.replace(status, worker=worker)
+        hosts[name] = change_fields(status, worker=worker)
         tally.look_at(name)
         if part is not None:
             parts[name] = part
@@ -340,12 +343,10 @@ def test_counting_host_by_host_gives_what_looking_at_all_of_them_gives(seed):
                 )
                 for step in sorted(chance.sample(range(2, 6), chance.choice((0, 1, 2, 2, 2))))
             )
-            status = msgspec.structs.replace(job.status(name), snapshot_server=server(name), snapshots=kept)
+            status = change_fields(job.status(name), snapshot_server=server(name), snapshots=kept)
             assert status.worker is not None
-            report = msgspec.structs.replace(status.worker.report, holds_state=chance.random() < 0.2)
-            hosts[name] = msgspec.structs.replace(
-                status, worker=msgspec.structs.replace(status.worker, report=report)
-            )
+            report = change_fields(status.worker.report, holds_state=chance.random() < 0.2)
+            hosts[name] = change_fields(status, worker=msgspec.structs.replace(status.worker, report=report))
         tally.look_at(name)
         found = tally.measure()
         assert found == measure_redundancy(state)

@@ -15,9 +15,8 @@ from resilient_jax.membership.slow_host_policy import (
     choose_for_slow_host,
     count_standby_devices,
 )
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-)
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from tests.support.membership_job import Job, stop_at_boundary, training
@@ -63,7 +62,7 @@ def test_a_host_is_compared_with_the_last_hosts_that_were_taken_out():
         SlowHost(host=HostName(f"h{i}"), kind="link", factor=2.0, since_step=0) for i in range(16)
     )
     slowness = SlownessRecord(taken_out_as=reports)
-    generation = msgspec.structs.replace(job.generation, slowness=slowness)
+    generation = change_fields(job.generation, slowness=slowness)
     job.state = dataclasses.replace(job.state, generation=generation)
     tell(job, "c", kept=0.8, replaced=1.0, without=0.7)
     kept = [one.host for one in job.generation.slowness.taken_out_as]

@@ -3,12 +3,9 @@
 from resilient_jax.ids import HostName, Incarnation
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.membership.spare_hosts import list_used
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.host_status import WorkerStatus
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 from tests.support.membership_job import Job, training
 
 TRAINS = GenerationPhase.ACTIVE

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol import generation_change
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, WorldChange
 from resilient_jax.protocol.generation_change import (
     AddedItems,
     GenerationChange,
@@ -17,7 +18,7 @@ from resilient_jax.protocol.generation_change import (
     describe_change,
     digest_record,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorldChange
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.protocol.state_records import StateSource
 
@@ -50,7 +51,7 @@ def send(change: GenerationChange) -> GenerationChange:
 
 
 def lose(before: Generation, index: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
-    return msgspec.structs.replace(
+    return change_fields(
         before,
         number=GenerationNumber(before.number + 1),
         phase=phase,
@@ -71,7 +72,7 @@ def test_the_loss_of_one_of_some_thousand_hosts_is_a_change_of_some_hundred_byte
 
 def test_a_new_phase_is_a_change_of_even_less():
     before = make_generation(4096)
-    after = msgspec.structs.replace(before, phase=GenerationPhase.PAUSE, reason="host-9 asked to join")
+    after = change_fields(before, phase=GenerationPhase.PAUSE, reason="host-9 asked to join")
     change = describe_change(before, after)
     assert not change.lists
     assert apply_change(before, send(change)) == after
@@ -103,7 +104,7 @@ def test_a_host_that_missed_a_change_needs_the_record_or_a_change_that_has_all()
 def test_a_change_that_would_be_larger_has_all():
     before, after = make_generation(512), make_generation(512, number=2)
     members = tuple(make_member(index, incarnation=2) for index in range(512))
-    after = msgspec.structs.replace(after, members=members)
+    after = change_fields(after, members=members)
     change = describe_change(before, after)
     assert not change.base
     assert apply_change(None, send(change)) == after
@@ -158,7 +159,7 @@ def test_any_change_of_any_list_is_applied_as_it_was_described(chance: random.Ra
         groups=(group,),
         sources=(SnapshotSource(host=HostName("a"), endpoint="a:1"),),
     )
-    after = msgspec.structs.replace(
+    after = change_fields(
         before,
         number=GenerationNumber(before.number + 1),
         members=tuple(members),

@@ -18,9 +18,10 @@ from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.protocol.connection import MessageDecoder
 from resilient_jax.protocol.failpoints import FailPoint, FailPoints
 from resilient_jax.protocol.framing import encode_frame
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.job_records import JobRecord
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.worker_messages import WORKER_ORDER_DECODER, Quiesce
 from resilient_jax.snapshot.manifest import decode_manifest, encode_manifest
 from resilient_jax.snapshot.messages import SETTINGS_ENV_VARIABLE

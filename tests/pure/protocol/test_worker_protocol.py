@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, SeatId, WorkerState, is_busy
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.state_records import NextMembers, StatePart
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
@@ -18,6 +19,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerReported,
 )
+from resilient_jax.protocol.worker_report import WorkerState, is_busy
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.worker_protocol import (
     HandledOrder,
@@ -41,8 +43,8 @@ def handle_order(protocol: WorkerProtocol, order: HandledOrder, now_s: float = 0
 def make_generation(number: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
     generation = Generation(number=GenerationNumber(number), phase=phase, world=WorldId(number))
     if phase is GenerationPhase.FORM:
-        return msgspec.structs.replace(generation, members=(MEMBER,))
-    return msgspec.structs.replace(generation, newcomers=(MEMBER,))
+        return change_fields(generation, members=(MEMBER,))
+    return change_fields(generation, newcomers=(MEMBER,))
 
 
 def form_world(number: int) -> FormWorld:

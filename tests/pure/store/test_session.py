@@ -11,7 +11,7 @@ from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_aliv
 from resilient_jax.cluster.store_session import RENEWALS_PER_TTL, SessionLost, StoreSession
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, MemoryStore
