@@ -160,7 +160,7 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
         CallerError: the job has no such host, the host no such device, or it does not know how many it has.
     """
     status = await _read_host(store, job, host)
-    num_devices = status.num_devices
+    num_devices = status.devices.num_devices
     if device >= num_devices:
         raise CallerError(
             f"hosts drain {host}:{device}: found no such device, expected a number below {num_devices}: the devices "
@@ -176,7 +176,7 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
         reason=DRAINED,
         since_wall_s=now_s,
         until_wall_s=now_s + duration_s,
-        uuid=status.gpu_uuids[device] if status.gpu_uuids else "",
+        uuid=status.devices.gpu_uuids[device] if status.devices.gpu_uuids else "",
     )
     await write_device_quarantine(store, job, record)
     return (

@@ -200,6 +200,6 @@ def check_hosts(query: LogQuery, known: Collection[str]) -> None:
 def describe_silence(host: HostStatus, error: PeerError) -> str:
     """Return what to print about a host whose agent did not answer."""
     return (
-        f"host {host.host}: its agent (process {host.agent_pid}) did not answer: {error}. Look at that machine: the "
+        f"host {host.host}: its agent (process {host.agent.pid}) did not answer: {error}. Look at that machine: the "
         "agent may be dead, stopped or cut off; then the store drops it when its lease ends"
     )

@@ -96,8 +96,10 @@ class _Screen:
         else:
             if self._is_redrawn:
                 self._console.clear()
-            newest = max(report.hosts, key=lambda host: host.step, default=None)
-            steps_per_s = self._rate.measure(newest.step, time.monotonic()) if newest is not None else None
+            newest = max(report.hosts, key=lambda host: host.progress.step, default=None)
+            steps_per_s = (
+                self._rate.measure(newest.progress.step, time.monotonic()) if newest is not None else None
+            )
             print_report(self._console, report, steps_per_s)
         sys.stdout.flush()
         self.has_shown = True
@@ -155,7 +157,7 @@ def describe_spare(host: HostStatus, generation: Generation) -> str:
         return "spare, without a worker"
     if worker.report.state is not WorkerState.IDLE:
         return "spare, getting ready"
-    how = "" if worker.report.world == generation.world else ", joins by a re-form"
+    how = "" if worker.report.place.world == generation.world else ", joins by a re-form"
     memory = f", {worker.memory_mib} MiB" if worker.memory_mib else ""
     return f"spare, ready{how}{memory}: no part of the state"
 
@@ -211,10 +213,10 @@ def _print_generation(
         f"job {escape(report.job)}: generation {generation.number} ({generation.phase}, {generation.change}), "
         f"world {generation.world}, {describe_members(generation)}, leader {report.leader}"
     )
-    newest = max(report.hosts, key=lambda host: host.step, default=None)
-    if newest is not None and newest.step:
-        words = describe_steps(newest.step, newest.num_steps, steps_per_s)
-        console.print(escape(" | ".join([*words, *format_metrics(newest.metrics)])))
+    newest = max(report.hosts, key=lambda host: host.progress.step, default=None)
+    if newest is not None and newest.progress.step:
+        words = describe_steps(newest.progress.step, newest.progress.num_steps, steps_per_s)
+        console.print(escape(" | ".join([*words, *format_metrics(newest.progress.metrics)])))
     for decision, about in ((generation.decision, ""), (generation.slowness.decision, " about slow hosts")):
         if decision is not None:
             console.print(escape("\n".join([describe_decision(decision, about), *list_options(decision)])))
@@ -247,7 +249,7 @@ def _make_table(report: JobReport) -> Table:
             str(worker.report.state) if worker else "-",
             str(worker.incarnation) if worker else "-",
             str(worker.pid) if worker else "-",
-            str(host.step),
+            str(host.progress.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
             "\n".join(_list_notes(host, report)),
@@ -262,8 +264,9 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
     notes += [slow.describe() for slow in _find_slow_hosts(report) if slow.host == host.host]
-    notes += [f"trains on {host.devices}"] if host.devices else []
-    notes += host.gpus  # beside what is slow: a throttled GPU is often why
+    used = host.devices.describe()
+    notes += [f"trains on {used}"] if used else []
+    notes += host.devices.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
     notes += [spare] if spare else []
     notes += [_describe_standby(host.standby)] if host.standby is not None else []
@@ -276,4 +279,4 @@ def _find_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
         return ()
     first = report.generation.members[0].host
     workers = [host.worker for host in report.hosts if host.host == first and host.worker is not None]
-    return workers[0].report.slow_hosts if workers else ()
+    return workers[0].report.findings.slow_hosts if workers else ()

@@ -35,7 +35,7 @@ async def call_agents(
     slots = asyncio.Semaphore(MAX_CALLS)
 
     async def call_one(host: HostStatus) -> AnswerT | PeerError:
-        async with slots, Channel(host.agent_endpoint, credentials) as channel:
+        async with slots, Channel(host.agent.endpoint, credentials) as channel:
             try:
                 return await call(channel, host)
             except PeerError as error:
@@ -64,7 +64,7 @@ async def send_signal(
     Raises:
         PeerError: the agent did not answer in time, or refused.
     """
-    request = SendSignal(agent_id=host.agent_id, component=component, is_stop=is_stop)
+    request = SendSignal(agent_id=host.agent.id, component=component, is_stop=is_stop)
     answers = channel.stream(SERVICE, SEND_SIGNAL, request, timeout_s=ANSWER_TIMEOUT_S)
     async with contextlib.aclosing(answers):
         async for answer in answers:

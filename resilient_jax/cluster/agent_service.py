@@ -50,7 +50,7 @@ class _AgentService:
 
     async def send_signal(self, request: SendSignal) -> AsyncGenerator[SignalReceivers, None]:
         status = self._make_status()
-        if request.agent_id != status.agent_id:
+        if request.agent_id != status.agent.id:
             raise PeerError(
                 f"host {status.host}: found another agent at this address than the one that is meant; expected the one "
                 "that the store's record names. Try again: by now the store has the new record, or none"

@@ -59,7 +59,7 @@ class DeadHostFinder:
 
     async def _end_lease(self, host: HostName, agent_id: str) -> None:
         record = await self._context.store.get(make_host_key(self._context.settings.job, host))
-        if record is None or decode_record(record, HostStatus).agent_id != agent_id:
+        if record is None or decode_record(record, HostStatus).agent.id != agent_id:
             return  # another agent of that host, which has another port
         self._context.log.record(EventKind.HOST_FOUND_DEAD, dead=host)
         await self._context.store.revoke(record.lease)

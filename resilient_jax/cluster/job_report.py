@@ -143,10 +143,10 @@ def list_pids(status: HostStatus, component: JobComponent) -> list[int]:
         case JobComponent.WORKER:
             return worker
         case JobComponent.AGENT:
-            return [status.agent_pid]
+            return [status.agent.pid]
         case JobComponent.COORDINATION_SERVICE:
             return services
         case JobComponent.SNAPSHOT_SERVER:
             return server
         case JobComponent.HOST:
-            return [status.agent_pid, *worker, *standby, *server, *services]
+            return [status.agent.pid, *worker, *standby, *server, *services]

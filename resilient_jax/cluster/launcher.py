@@ -237,8 +237,8 @@ class Launcher:
         return EndedJob(
             job=self._settings.job,
             outcome=outcome,
-            step=self.view.step,
-            metrics=self.view.metrics,
+            step=self.view.progress.step,
+            metrics=self.view.progress.metrics,
             wall_s=time.time(),
         )
 
@@ -326,7 +326,9 @@ class Launcher:
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
         if code == ExitCode.INTERRUPTED:
-            message = f"interrupted after {self.view.step} steps; none of the job's processes is left"
+            message = (
+                f"interrupted after {self.view.progress.step} steps; none of the job's processes is left"
+            )
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message=message)
         how = ", ".join(f"{host} {describe_agent_end(code)}" for host, code in sorted(codes.items()))
         return JobOutcome(

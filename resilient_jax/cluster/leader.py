@@ -286,7 +286,7 @@ class _Term:
                     self._decisions.record_unseated(machine.state)
                     self._decisions.tell_of_separation(machine.state)
                     late = list_late_members(machine.state)
-                    self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
+                    self._leader._dead_hosts.look_at((s.host, s.agent.id, s.agent.endpoint) for s in late)
                 event = await self._next(watching)
         finally:
             for task in watching:
@@ -323,11 +323,11 @@ class _Term:
         return await wait_next_event(self._inbox)
 
     def _on_progress(self, progress: HostProgress) -> None:
-        self._inbox.put_nowait(HostProgressed(progress.host, progress.agent_id, progress.step))
+        self._inbox.put_nowait(HostProgressed(progress.host, progress.agent_id, progress.progress.step))
 
     def _add_to_tree(self, status: HostStatus) -> None:
         if status.host != self._leader._record.host:
-            self._tree.add(status.host, status.agent_endpoint)
+            self._tree.add(status.host, status.agent.endpoint)
 
     async def _watch(self, prefix: str, revision: Revision) -> None:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:

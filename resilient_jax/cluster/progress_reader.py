@@ -28,12 +28,14 @@ async def read_progress(endpoint: str, credentials: Credentials) -> tuple[HostPr
 
 def add_progress(status: HostStatus, progress: HostProgress | None) -> HostStatus:
     """Return a host's status with what its agent has reported beside the store since."""
-    if progress is None or progress.agent_id != status.agent_id or progress.step < status.step:
+    if (
+        progress is None
+        or progress.agent_id != status.agent.id
+        or progress.progress.step < status.progress.step
+    ):
         return status
     return change_fields(
         status,
-        step=progress.step,
-        num_steps=progress.num_steps,
-        metrics=progress.metrics,
+        progress=progress.progress,
         snapshots=progress.snapshots,
     )

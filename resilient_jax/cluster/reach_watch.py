@@ -51,10 +51,10 @@ def must_look(generation: Generation, host: HostName, report: WorkerReport, wait
         case GenerationPhase.QUIESCE:
             return has_failed
         case GenerationPhase.FORM:
-            has_formed = report.generation == generation.number and report.has_formed
+            has_formed = report.generation == generation.number and report.place.has_formed
             return not has_formed and (has_failed or waited_s > PATIENCE_S)
         case GenerationPhase.ACTIVE | GenerationPhase.PAUSE | GenerationPhase.BOUNDARY:
-            is_late = not (report.has_finished_step or report.is_done) and waited_s > PATIENCE_S
+            is_late = not (report.place.has_finished_step or report.is_done) and waited_s > PATIENCE_S
             return is_late or report.overdue is not None
         case GenerationPhase.FINISHED:
             return False

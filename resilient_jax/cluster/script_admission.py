@@ -120,14 +120,14 @@ class ScriptAdmission:
             return True
         # Where all of thousands of hosts start, the one that began it is alive: not each of them reads all statuses.
         first = await self._store.get(make_host_key(self._settings.job, job.host))
-        if first is not None and decode_record(first, HostStatus).agent_id == job.agent_id:
+        if first is not None and decode_record(first, HostStatus).agent.id == job.agent_id:
             return True
         _, found = await self._store.range(make_hosts_prefix(self._settings.job))
         others = [decode_record(stored, HostStatus) for stored in found]
         return any(
-            other.agent_id == job.agent_id or other.program == job.program
+            other.agent.id == job.agent_id or other.program == job.program
             for other in others
-            if other.agent_id != self._agent_id
+            if other.agent.id != self._agent_id
         )
 
     def _make_record(self, program: str, items: dict[str, str]) -> ScriptRecord:

@@ -219,7 +219,7 @@ class SeatStandby:
     def _update_status(self, standby: SeatedStandby) -> None:
         process, before = standby.process, self.status
         report, pid = process.report, process.child.pid
-        is_ready = report.state is WorkerState.IDLE and report.world is not None
+        is_ready = report.state is WorkerState.IDLE and report.place.world is not None
         memory_mib = before.memory_mib if before is not None else 0
         if is_ready and (before is None or before.state is not StandbyState.READY):
             memory_mib = read_resident_mib(pid)

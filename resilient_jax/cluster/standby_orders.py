@@ -98,4 +98,7 @@ def _has_missed_seat(generation: Generation, standby: WorkerView, host: HostName
     report = standby.report
     if newcomer is None or report.state is not WorkerState.IDLE:
         return False
-    return report.seat == SeatId(generation.world, newcomer.seat) and report.world != generation.world
+    return (
+        report.place.seat == SeatId(generation.world, newcomer.seat)
+        and report.place.world != generation.world
+    )

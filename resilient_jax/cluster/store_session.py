@@ -104,7 +104,7 @@ class StoreSession:
         """
         status = self._status()
         # Before there is a lease: a host that is refused leaves no record that others would see.
-        await self._check_versions(status.host, status.versions)
+        await self._check_versions(status.host, status.agent.versions)
         self._renewed_s = self._clock.monotonic_s()
         self.lease = await self._store.grant(self._ttl_s)
         key = make_host_key(self._job, status.host)
@@ -136,7 +136,7 @@ class StoreSession:
             JoinRefused: the agent lives, or has not answered for too long.
         """
         status, found = decode_record(holder, HostStatus), NameHolder.SILENT
-        if status.agent_id == self._status().agent_id:
+        if status.agent.id == self._status().agent.id:
             found = NameHolder.GONE  # our own session before this one, which was lost
         else:
             with contextlib.suppress(TimeoutError):
@@ -262,7 +262,7 @@ class StoreSession:
 
 
 def _name_taken(holder: HostStatus, remark: str) -> str:
-    where = f" (agent process {holder.agent_pid} at {holder.address})"
+    where = f" (agent process {holder.agent.pid} at {holder.agent.address})"
     return (
         f"host name {holder.host} is taken by another living agent{where}{remark}; every host needs a name of its own: "
         "choose another with --host-name"

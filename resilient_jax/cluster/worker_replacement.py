@@ -38,7 +38,9 @@ def may_replace(generation: Generation | None, host: HostName) -> bool:
 
 def is_only_holder(generation: Generation | None, host: HostName, report: WorkerReport) -> bool:
     """Return whether the worker of a host is the only one of the job, and has the state: to end it would lose that."""
-    return generation is not None and [m.host for m in generation.members] == [host] and report.holds_state
+    return (
+        generation is not None and [m.host for m in generation.members] == [host] and report.held.holds_state
+    )
 
 
 def is_outdated(context: AgentContext, supervisor: WorkerSupervisor) -> bool:

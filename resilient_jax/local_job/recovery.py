@@ -99,7 +99,7 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
             or not worker.is_alive
         ):
             return False
-        if not worker.report.has_finished_step or worker.report.generation != generation.number:
+        if not worker.report.place.has_finished_step or worker.report.generation != generation.number:
             return False
     if all(status.snapshot_server is None for status in report.hosts):
         return True
@@ -112,4 +112,4 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
 
 def newest_step(report: JobReport) -> int:
     """Return the number of steps that the most advanced host has finished."""
-    return max((host.step for host in report.hosts), default=0)
+    return max((host.progress.step for host in report.hosts), default=0)

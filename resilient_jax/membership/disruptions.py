@@ -76,5 +76,7 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
     report = worker.report
     if report.is_done or report.state is not WorkerState.IDLE:
         return False
-    at_boundary = generation.phase is GenerationPhase.BOUNDARY and report.step == generation.boundary_step
+    at_boundary = (
+        generation.phase is GenerationPhase.BOUNDARY and report.held.step == generation.boundary_step
+    )
     return generation.phase is not GenerationPhase.FORM and not at_boundary

@@ -29,7 +29,7 @@ def find_trusted_step(state: MembershipState) -> int | None:
     reports = [worker.report for worker in list_live_workers(state)]
     void = state.generation.void_snapshots
     acted_on = void[-1].before if void else 0
-    steps = [report.trusted_step for report in reports if report.entered >= acted_on]
+    steps = [report.doubt.trusted_step for report in reports if report.entered >= acted_on]
     return min((s for s in (state.generation.trusted_step, *steps) if s is not None), default=None)
 
 
@@ -38,15 +38,15 @@ def find_corrupt_hosts(state: MembershipState) -> frozenset[HostName]:
 
     They leave by themselves, too, but may be interrupted before they learn what they are.
     """
-    named = (worker.report.corrupt_hosts for worker in list_live_workers(state))
+    named = (worker.report.doubt.corrupt_hosts for worker in list_live_workers(state))
     return frozenset(host for hosts in named for host in hosts)
 
 
 def is_trusted(generation: Generation, report: WorkerReport) -> bool:
     """Return whether a worker's state is not in doubt: it is old enough, or was computed from one that is."""
-    if generation.trusted_step is None or report.step <= generation.trusted_step:
+    if generation.trusted_step is None or report.held.step <= generation.trusted_step:
         return True
-    return report.has_finished_step and report.entered >= generation.void_snapshots[-1].before
+    return report.place.has_finished_step and report.entered >= generation.void_snapshots[-1].before
 
 
 def are_parts_trusted(generation: Generation) -> bool:
@@ -62,14 +62,14 @@ def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
     if are_parts_trusted(generation):
         return True
     is_current = generation.phase is GenerationPhase.ACTIVE and report.generation == generation.number
-    return generation.trusted_step is None and is_current and report.has_finished_step
+    return generation.trusted_step is None and is_current and report.place.has_finished_step
 
 
 def is_newest(generation: Generation, report: WorkerReport) -> bool:
     """Return whether what a worker has is of the step that the generation resumed from, or a later one."""
     # Those that a failure met between two commits catch up with the others.
     behind = 1 if generation.is_state_in_parts else 0
-    return report.step + behind >= generation.step
+    return report.held.step + behind >= generation.step
 
 
 def have_state(generation: Generation, hosts: Iterable[HostStatus]) -> bool:
@@ -77,9 +77,9 @@ def have_state(generation: Generation, hosts: Iterable[HostStatus]) -> bool:
     reports = [status.worker.report for status in hosts if status.worker is not None]
     if generation.trusted_step is None:
         reports = [report for report in reports if is_newest(generation, report)]
-    if any(report.holds_state and is_trusted(generation, report) for report in reports):
+    if any(report.held.holds_state and is_trusted(generation, report) for report in reports):
         return True
-    parts = [r.part for r in reports if r.part is not None and is_part_trusted(generation, r)]
+    parts = [r.held.part for r in reports if r.held.part is not None and is_part_trusted(generation, r)]
     return bool(parts) and are_parts_complete(parts)
 
 

@@ -98,7 +98,7 @@ def list_late_members(state: MembershipState) -> list[HostStatus]:
             case GenerationPhase.BOUNDARY:
                 has_answered = is_idle(worker)
             case GenerationPhase.FORM:
-                has_answered = is_current and worker.report.has_formed
+                has_answered = is_current and worker.report.place.has_formed
             case GenerationPhase.ACTIVE | GenerationPhase.FINISHED:
                 has_answered = True
         if not has_answered:
@@ -146,7 +146,7 @@ def has_taken_seat(generation: Generation, status: HostStatus) -> bool:
     worker = status.worker
     if worker is None or find_seat(generation, status) is None or awaits_seat(generation, status):
         return False
-    return worker.report.world == generation.world
+    return worker.report.place.world == generation.world
 
 
 def awaits_seat(generation: Generation, status: HostStatus) -> bool:
@@ -154,7 +154,7 @@ def awaits_seat(generation: Generation, status: HostStatus) -> bool:
     newcomer = find_seat(generation, status)
     if newcomer is None or status.worker is None:
         return False
-    return status.worker.report.seat != SeatId(generation.world, newcomer.seat)
+    return status.worker.report.place.seat != SeatId(generation.world, newcomer.seat)
 
 
 def is_cold(status: HostStatus) -> bool:
@@ -163,7 +163,7 @@ def is_cold(status: HostStatus) -> bool:
     One that could not take its seat would not be warmer in the next world: it has had its try.
     """
     worker = status.worker
-    return worker is not None and not worker.report.entered and worker.report.seat is None
+    return worker is not None and not worker.report.entered and worker.report.place.seat is None
 
 
 def is_on_its_way(status: HostStatus) -> bool:
@@ -289,9 +289,9 @@ def owes_reach_report(generation: Generation, status: HostStatus) -> bool:
 
 def find_newest_step(state: MembershipState) -> int:
     """Return the newest committed step that any host or worker has reported."""
-    of_workers = [w.report.step for w in list_live_workers(state)]
+    of_workers = [w.report.held.step for w in list_live_workers(state)]
     # A host's own record outlives the worker that committed the step.
-    of_hosts = [status.step for status in state.hosts.values()]
+    of_hosts = [status.progress.step for status in state.hosts.values()]
     return max([state.generation.progress, *of_workers, *of_hosts])
 
 
@@ -302,7 +302,7 @@ def find_recoverable_step(state: MembershipState) -> int:
     guaranteed.
     """
     held = any(
-        status.worker is not None and status.worker.report.holds_state for status in state.hosts.values()
+        status.worker is not None and status.worker.report.held.holds_state for status in state.hosts.values()
     )
     kept = any(
         s.phase is SnapshotPhase.COMMITTED
@@ -316,7 +316,7 @@ def find_recoverable_step(state: MembershipState) -> int:
 
 def have_all_finished_step(state: MembershipState) -> bool:
     """Return whether every member has finished a step in this generation, or all of its training."""
-    return all(w.report.has_finished_step or w.report.is_done for w in list_live_workers(state))
+    return all(w.report.place.has_finished_step or w.report.is_done for w in list_live_workers(state))
 
 
 def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
@@ -337,7 +337,7 @@ def is_snapshot_settling(state: MembershipState, present: SnapshotPlan) -> bool:
     """
     if len(present.sources) < sum(len(group.hosts) for group in present.groups):
         return False
-    copied = [worker.report.copied for worker in list_live_workers(state)]
+    copied = [worker.report.held.copied for worker in list_live_workers(state)]
     return bool(copied) and all(
         id is not None
         and id.generation == present.id.generation
@@ -363,7 +363,7 @@ def is_snapshot_needed(state: MembershipState) -> bool:
         if host in members
         for s in status.snapshots
     )
-    return not (is_newer_safe or any(worker.report.holds_state for worker in list_live_workers(state)))
+    return not (is_newer_safe or any(worker.report.held.holds_state for worker in list_live_workers(state)))
 
 
 def explain_snapshots(state: MembershipState) -> str:
@@ -408,7 +408,7 @@ def owes_answer(generation: Generation, status: HostStatus) -> bool:
 
 def awaits_snapshot_report(status: HostStatus) -> bool:
     """Return whether the worker has reported a snapshot that its host's server has yet to report."""
-    reported = status.worker.report.snapshot if status.worker is not None else None
+    reported = status.worker.report.held.snapshot if status.worker is not None else None
     return (
         reported is not None
         and status.snapshot_server is not None

@@ -38,7 +38,7 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
     members = list_survivors(state) if members is None else members
     no_member_died = members == generation.members
     # The members' own steps: one that only a dead host committed would count as progress forever.
-    made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
+    made_progress = any(w.report.held.step > generation.step for w in list_live_workers(state))
     # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
     attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
     before = generation.suspects if attempts > 1 else ()

@@ -39,7 +39,7 @@ def is_any_staying(
 
 def saves_on_notice(state: MembershipState) -> bool:
     """Return whether the members save checkpoints, as one of them says."""
-    return any(worker.report.saves_on_notice for worker in list_live_workers(state))
+    return any(worker.report.checkpoints.saves_on_notice for worker in list_live_workers(state))
 
 
 def is_out_of_time(state: MembershipState) -> bool:
@@ -59,7 +59,10 @@ def decide_to_end(state: MembershipState, waited_s: float, config: MembershipCon
     if all(report.is_done for report in reports):
         return JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE))
     # They look for what is saved just now. Storage that hangs must not keep them.
-    if any(r.is_polling_checkpoints for r in reports) and waited_s <= config.checkpoint_poll_timeout_s:
+    if (
+        any(r.checkpoints.is_polling_checkpoints for r in reports)
+        and waited_s <= config.checkpoint_poll_timeout_s
+    ):
         return None
     return make_notice_outcome(state)
 
@@ -70,7 +73,7 @@ def must_save_first(state: MembershipState) -> bool:
         return False
     reports = [worker.report for worker in list_live_workers(state)]
     # As long as one looks for what is saved, it may be that all is.
-    if any(report.is_done or report.is_polling_checkpoints for report in reports):
+    if any(report.is_done or report.checkpoints.is_polling_checkpoints for report in reports):
         return False
     return find_newest_step(state) > (_find_saved_step(state) or 0)
 
@@ -109,7 +112,7 @@ def _find_saved_step(state: MembershipState) -> int | None:
     hosts: list[HostStatus] = [
         state.hosts[member.host] for member in state.generation.members if member.host in state.hosts
     ]
-    seen = [status.worker.report.checkpoint_step for status in hosts if status.worker is not None]
+    seen = [status.worker.report.checkpoints.checkpoint_step for status in hosts if status.worker is not None]
     trusted = state.generation.trusted_step
     counted = [step for step in seen if step is not None and (trusted is None or step <= trusted)]
     return max(counted, default=None)

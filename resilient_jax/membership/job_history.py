@@ -219,9 +219,9 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         steady_since_s=now,
         steady_step=find_newest_step(state),
         num_used={
-            member.host: status.num_used
+            member.host: status.devices.num_used
             for member in generation.members
-            if (status := state.hosts.get(member.host)) is not None and status.num_used
+            if (status := state.hosts.get(member.host)) is not None and status.devices.num_used
         },
         unwritten=history,
     )

@@ -54,7 +54,7 @@ def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
     # In one that is aborted while it forms, blocks have not moved yet.
     if generation.phase in (GenerationPhase.QUIESCE, GenerationPhase.FORM):
         return generation.earlier_stage_hosts
-    has_parts = any(worker.report.part is not None for worker in list_live_workers(state))
+    has_parts = any(worker.report.held.part is not None for worker in list_live_workers(state))
     if not has_parts and not generation.earlier_stage_hosts:
         return ()
     hosts = generation.stage_hosts or tuple(member.host for member in generation.members)
@@ -102,9 +102,9 @@ def list_absent(generation: Generation) -> tuple[HostName, ...]:
 def _list_newest_parts(kept: Iterable[HostStatus]) -> list[StatePart]:
     """Return the parts of members that are of the newest generation which any of them trained in."""
     parts: list[StatePart] = [
-        status.worker.report.part
+        status.worker.report.held.part
         for status in kept
-        if status.worker is not None and status.worker.report.part is not None
+        if status.worker is not None and status.worker.report.held.part is not None
     ]
     newest = max((part.generation for part in parts), default=0)
     return [part for part in parts if part.generation == newest]

@@ -42,10 +42,10 @@ def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
     if status is None:
         return LossCause.HOST
     member, worker = state.generation.find_member(host), status.worker
-    if member is not None and member.incarnation == status.ended_for_return:
+    if member is not None and member.incarnation == status.devices.ended_for_return:
         return None
     # 0: all.
-    before, now = (used or math.inf for used in (state.memory.num_used.get(host, 0), status.num_used))
+    before, now = (used or math.inf for used in (state.memory.num_used.get(host, 0), status.devices.num_used))
     if now != before:
         return LossCause.DEVICE if now < before else None
     is_there = (

@@ -173,7 +173,7 @@ class MembershipMachine:
 def apply_progress(hosts: Mapping[HostName, HostStatus], event: HostProgressed) -> HostStatus | None:
     """Return the new status of a host that has made progress; None if it has not, or is another agent's by now."""
     status = hosts.get(event.host)
-    if status is None or status.agent_id != event.agent_id or status.step >= event.step:
+    if status is None or status.agent.id != event.agent_id or status.progress.step >= event.step:
         return None
     return change_fields(status, step=event.step)
 
@@ -186,13 +186,13 @@ def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[obje
     read: object = worker
     if worker is not None and trains:
         report = worker.report
-        read = (report.holds_state, report.overdue, report.slow_hosts, report.slowdown)
+        read = (report.held.holds_state, report.overdue, report.findings.slow_hosts, report.findings.slowdown)
     return (
         read,
         standby.worker if standby is not None else None,
         status.services,
         status.is_draining,
         status.is_spare,
-        status.standby_devices,
+        status.devices.num_standby,
         status.reach,
     )

@@ -44,9 +44,9 @@ def expect_members(
     """
     # Those that leave, too: all members have to hold the pause, or none.
     workers = [find_worker(state, member) for member in state.generation.members]
-    if not all(worker is not None and worker.report.part is not None for worker in workers):
+    if not all(worker is not None and worker.report.held.part is not None for worker in workers):
         return None
-    parts = [status.worker.report.part for status in kept if status.worker is not None]
+    parts = [status.worker.report.held.part for status in kept if status.worker is not None]
     if not are_parts_complete([part for part in parts if part is not None]):
         return None
     joiners = choose_joiners(state, kept, config)

@@ -32,7 +32,7 @@ def find_plan_change(
     """
     joining = {status.host for status in joiners}
     present = joining.union(status.host for status in kept)
-    if any(status.num_used for status in joiners):  # fewer than its own
+    if any(status.devices.num_used for status in joiners):  # fewer than its own
         return None
     return _find_latest(
         (plans, change)
@@ -71,7 +71,9 @@ def _list_outlooks(members: Collection[HostStatus]) -> list[PlanOutlook]:
     reports = [status.worker.report for status in members if status.worker is not None]
     newest = max((report.entered for report in reports), default=0)
     return [
-        report.plans for report in reports if report.plans is not None and report.plans.generation == newest
+        report.findings.plans
+        for report in reports
+        if report.findings.plans is not None and report.findings.plans.generation == newest
     ]
 
 

@@ -99,7 +99,7 @@ def _do_parts_stay(state: MembershipState) -> bool:
     Then a snapshot is worth no more in the pause than between any two steps, where nobody waits for one.
     """
     workers = [status.worker for status in list_staying(state) if status.worker is not None]
-    parts = [worker.report.part for worker in workers if worker.report.part is not None]
+    parts = [worker.report.held.part for worker in workers if worker.report.held.part is not None]
     return are_parts_trusted(state.generation) and are_parts_complete(parts)
 
 

@@ -212,10 +212,10 @@ class RedundancyTally:
         if worker is None or not self._has_newest(host, worker):
             return _HostShare(snapshots=snapshots)
         report, is_replaced = worker.report, not self._state.generation.keeps_workers
-        if report.holds_state:
-            return _HostShare(report.step, None, snapshots, is_replaced)
-        part = report.part if is_part_trusted(self._state.generation, report) else None
-        return _HostShare(report.step if part is not None else None, part, snapshots, is_replaced)
+        if report.held.holds_state:
+            return _HostShare(report.held.step, None, snapshots, is_replaced)
+        part = report.held.part if is_part_trusted(self._state.generation, report) else None
+        return _HostShare(report.held.step if part is not None else None, part, snapshots, is_replaced)
 
     def _has_newest(self, host: HostName, worker: WorkerStatus) -> bool:
         """Return whether a member's worker has what the generation resumed from, or that of a later step."""
@@ -224,7 +224,7 @@ class RedundancyTally:
             return False
         # A receiver gives up what it has for the state that it fetches now.
         is_receiving = generation.phase is GenerationPhase.FORM and host in self._receivers
-        return not is_receiving or (report.has_formed and report.generation == generation.number)
+        return not is_receiving or (report.place.has_formed and report.generation == generation.number)
 
     def _count(self, share: _HostShare, change: int) -> None:
         has_copy = share.step is not None and share.part is None and not share.is_replaced

@@ -257,8 +257,8 @@ def _in_quiesce(
     # what it has: one that fetches or commits just now has not reported it yet.
     # A snapshot hardly stands in for a complete state, which may be some steps newer.
     has_snapshot = find_snapshot(state) is not None
-    is_snapshot_newest = has_snapshot and not any(w.report.holds_state for _, w in waiting)
-    if is_snapshot_newest or any(w.report.holds_state for w in here):
+    is_snapshot_newest = has_snapshot and not any(w.report.held.holds_state for _, w in waiting)
+    if is_snapshot_newest or any(w.report.held.holds_state for w in here):
         # If all are late, a slow machine is more likely than a hang, but gloo has hung all survivors of a dead host.
         is_last_copy = is_last_copy_without(state, _without_late(generation, waiting))
         patience_s = config.quiesce_timeout_s * (
@@ -293,7 +293,7 @@ def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Ge
     late = [
         (member, worker)
         for member, worker in zip(generation.members, list_live_workers(state), strict=True)
-        if not (worker.report.has_formed and worker.report.generation == generation.number)
+        if not (worker.report.place.has_formed and worker.report.generation == generation.number)
     ]
     if not late:
         return change_fields(generation, phase=GenerationPhase.ACTIVE)

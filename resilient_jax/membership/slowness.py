@@ -74,13 +74,13 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
         return change_fields(generation, slowness=slowness)
     taken_out: HostName | None = None
     if decision.action is RecoveryAction.REDIVIDE:
-        slowdown = _get_report(state).slowdown
+        slowdown = _get_report(state).findings.slowdown
         assert slowdown is not None, "the decision follows from it"
         number = GenerationNumber(generation.number + 1)
         slowness = msgspec.structs.replace(slowness, speeds=slowdown.speeds, divided_in=number)
     else:
         taken_out = decision.slow
-        slowness = _note_taken_out(slowness, taken_out, _get_report(state).slow_hosts)
+        slowness = _note_taken_out(slowness, taken_out, _get_report(state).findings.slow_hosts)
     without = _suppose_without(state, taken_out) if taken_out is not None else state
     kept = [status for status in list_staying(state) if status.host != taken_out]
     timeout_s = COPY_TIMEOUT_S if taken_out is None else LEAVING_COPY_TIMEOUT_S
@@ -99,16 +99,16 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         state: the members of the state train.
     """
     generation, report = state.generation, _get_report(state)
-    slowdown = report.slowdown
+    slowdown = report.findings.slowdown
     if slowdown is None or slowdown.generation != generation.number or not config.act_on_slow_hosts:
         return None
     if any(host == slowdown.host for host, _ in generation.slowness.restarting):
         return None
     status = state.hosts.get(slowdown.host)
-    slowdown = count_standby_devices(slowdown, status.standby_devices if status is not None else 0)
+    slowdown = count_standby_devices(slowdown, status.devices.num_standby if status is not None else 0)
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
-    refusal = _explain_refusal(generation, slowdown.host, report.slow_hosts)
+    refusal = _explain_refusal(generation, slowdown.host, report.findings.slow_hosts)
     spares: list[HostStatus] = []
     if slowdown.host and not refusal:
         without = _suppose_without(state, slowdown.host)
@@ -141,7 +141,7 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
     return RecoveryDecision(
         action=choice.action,
         number=generation.number,
-        reason=f"{_describe_cause(state, slowdown.host, report.slow_hosts)}: {choice.reason}",
+        reason=f"{_describe_cause(state, slowdown.host, report.findings.slow_hosts)}: {choice.reason}",
         options=choice.options,
         next_failure_s=choice.next_failure_s,
         slow=slowdown.host,
@@ -159,7 +159,7 @@ def list_new_quarantines(state: MembershipState, slowness: SlownessRecord) -> li
     if decision is None or decision == before.decision or not decision.devices:
         return []
     status = state.hosts.get(decision.slow)
-    uuids = status.gpu_uuids if status is not None else ()
+    uuids = status.devices.gpu_uuids if status is not None else ()
     return [
         QuarantineDevice(
             host=decision.slow,
@@ -280,7 +280,7 @@ def _explain_refusal_fewer_devices(
     generation, status = state.generation, state.hosts.get(slow)
     if status is None or generation.find_member(slow) is None:
         return "it is no member"
-    if not status.num_devices:
+    if not status.devices.num_devices:
         return "its agent does not know how many devices it has"
     # Its agent ends no worker with the last copy of the state: `may_replace`.
     if generation.losses_left is not None and not (generation.losses_left and num_left):
@@ -296,5 +296,5 @@ def _describe_cause(state: MembershipState, slow: HostName, slow_hosts: tuple[Sl
         return "hosts are as fast as their peers again"
     status = state.hosts.get(slow)
     # What the driver says of its GPUs, such as that one is too hot.
-    notes = status.gpus if status is not None else ()
+    notes = status.devices.gpus if status is not None else ()
     return "; ".join((f"{slow} is {found.describe()}", *notes))

@@ -121,9 +121,9 @@ def _count_preparing(state: MembershipState) -> int:
 
 def _find_held_step(status: HostStatus) -> int:
     """Return the step of the complete state that a host's worker has; -1 if it has none."""
-    if status.worker is None or not status.worker.report.holds_state:
+    if status.worker is None or not status.worker.report.held.holds_state:
         return -1
-    return status.worker.report.step
+    return status.worker.report.held.step
 
 
 def list_unseated(state: MembershipState, config: MembershipConfig) -> list[HostName]:

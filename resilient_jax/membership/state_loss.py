@@ -30,7 +30,7 @@ def find_newest_checkpoint(hosts: Iterable[HostStatus], trusted_step: int | None
 
     Hosts see only the newest: the trainer has renamed those that are in doubt, a loop of one's own has not.
     """
-    seen = [s.worker.report.checkpoint_step for s in hosts if s.worker is not None]
+    seen = [s.worker.report.checkpoints.checkpoint_step for s in hosts if s.worker is not None]
     counted = [s for s in seen if s is not None and (trusted_step is None or s <= trusted_step)]
     return max(counted, default=None)
 
@@ -38,7 +38,7 @@ def find_newest_checkpoint(hosts: Iterable[HostStatus], trusted_step: int | None
 def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPolicy) -> bool:
     """Return whether one of these hosts may yet see a checkpoint that counts."""
     return policy is not StateLossPolicy.STOP and any(
-        host.worker is not None and host.worker.report.is_polling_checkpoints for host in hosts
+        host.worker is not None and host.worker.report.checkpoints.is_polling_checkpoints for host in hosts
     )
 
 
@@ -104,7 +104,7 @@ def make_state_loss_outcome(loss: StateLoss, error: JobOutcome) -> JobOutcome:
 
 def _step_of(host: HostStatus) -> int:
     """Return the newest step that this host itself reports as committed."""
-    return max(host.step, host.worker.report.step if host.worker is not None else 0)
+    return max(host.progress.step, host.worker.report.held.step if host.worker is not None else 0)
 
 
 def _stop(loss: StateLoss, trusted_step: int | None) -> JobOutcome:

@@ -130,7 +130,9 @@ class MembershipTally:
             return
         member = self._state.generation.find_member(host)
         worker = find_worker(self._state, member) if member is not None else None
-        step = self._steps[host] = max(status.step, worker.report.step if worker is not None else 0)
+        step = self._steps[host] = max(
+            status.progress.step, worker.report.held.step if worker is not None else 0
+        )
         self._step_counts[step] += 1
 
     def _find_facts(self, host: HostName, status: HostStatus | None) -> frozenset[Fact]:
@@ -157,10 +159,10 @@ class MembershipTally:
             Fact.COMPILING: is_waited_for and report.is_compiling,
             Fact.IDLE: is_idle(worker),
             Fact.PAUSED: is_current and report.earliest_stop_step is not None,
-            Fact.FORMED: is_current and report.has_formed,
-            Fact.STEPPED: report.has_finished_step or report.is_done,
+            Fact.FORMED: is_current and report.place.has_formed,
+            Fact.STEPPED: report.place.has_finished_step or report.is_done,
             Fact.DONE: report.is_done,
-            Fact.HOLDS_COPY: report.holds_state,
+            Fact.HOLDS_COPY: report.held.holds_state,
         }
         return [fact for fact, is_true in facts.items() if is_true]
 
@@ -178,7 +180,7 @@ class MembershipTally:
             Fact.MUST_LEAVE: is_member and is_wait_too_long_for(self._state, host),
             Fact.OUT_OF_TIME: is_member and status.is_out_of_time,
             Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
-            Fact.HOLDS_STATE: status.worker is not None and status.worker.report.holds_state,
+            Fact.HOLDS_STATE: status.worker is not None and status.worker.report.held.holds_state,
             Fact.RAISED: find_error(generation, status) is not None,
             Fact.JOINER: joins,
             Fact.REGULAR_JOINER: joins and not status.is_spare,

@@ -42,7 +42,7 @@ def read_error(status: HostStatus) -> RaisedError:
     return RaisedError(
         host=status.host,
         incarnation=worker.incarnation,
-        step=max(worker.report.step, status.step),
+        step=max(worker.report.held.step, status.progress.step),
         what=summary.what or f"{EXIT_CODE}{worker.exit_code}",
         place=summary.place,
     )

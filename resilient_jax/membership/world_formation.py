@@ -64,7 +64,7 @@ def find_state_origin(
 ) -> StateOrigin:
     """Return the newest complete state: a worker's, or that of all members together, or, if newer, a snapshot's."""
     holders = {s.host: s.worker for s in _holders_of(state.generation, kept, joiners) if s.worker}
-    step = max((w.report.step for w in holders.values()), default=0)
+    step = max((w.report.held.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
     parts = _list_parts(kept) if are_parts_trusted(state.generation) else {}
     parts_step = max(parts.values(), default=0)
@@ -78,7 +78,7 @@ def find_state_origin(
         sources=tuple(
             StateSource(host=host, endpoint=w.report.endpoint)
             for host, w in holders.items()
-            if w.report.step == step
+            if w.report.held.step == step
         ),
     )
 
@@ -92,11 +92,11 @@ def _list_parts(kept: list[HostStatus]) -> dict[HostName, int]:
     reports = {
         s.host: s.worker.report
         for s in kept
-        if s.worker is not None and s.worker.report.part is not None and s.worker.report.step > 0
+        if s.worker is not None and s.worker.report.held.part is not None and s.worker.report.held.step > 0
     }
-    steps = {host: report.step for host, report in reports.items()}
+    steps = {host: report.held.step for host, report in reports.items()}
     is_one_state = bool(steps) and max(steps.values()) - min(steps.values()) <= 1
-    parts = [report.part for report in reports.values() if report.part is not None]
+    parts = [report.held.part for report in reports.values() if report.held.part is not None]
     return steps if is_one_state and are_parts_complete(parts) else {}
 
 
@@ -143,7 +143,7 @@ def _holders_of(
             s
             for s in hosts
             if s.worker is not None
-            and s.worker.report.holds_state
+            and s.worker.report.held.holds_state
             and is_trusted(generation, s.worker.report)
         ]
         for hosts in (kept, joiners)
@@ -318,7 +318,7 @@ def _explain_no_cliques(state: MembershipState, kept: list[HostStatus]) -> str:
     detached = [
         status.host
         for status in kept
-        if status.worker is not None and status.worker.report.detached_from == world
+        if status.worker is not None and status.worker.report.place.detached_from == world
     ]
     if world == 0:
         return "there is no world yet"
@@ -329,7 +329,7 @@ def _explain_no_cliques(state: MembershipState, kept: list[HostStatus]) -> str:
 
 def _explain_absence(generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]) -> str:
     """Return who of these hosts is not in the world, and why; empty if all are, and there is one at least."""
-    left = [s.host for s in kept if s.worker is None or s.worker.report.world != generation.world]
+    left = [s.host for s in kept if s.worker is None or s.worker.report.place.world != generation.world]
     if left:
         return f"{join_names(left)} had to leave the world"
     outside = [status.host for status in joiners if not has_taken_seat(generation, status)]

@@ -9,12 +9,13 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
 from resilient_jax.protocol.reachability import ReachReport
+from resilient_jax.protocol.record_parts import RecordPart
 from resilient_jax.protocol.snapshots import (
     SnapshotServerStatus,
     SnapshotStatus,
 )
 from resilient_jax.protocol.versions import Versions
-from resilient_jax.protocol.worker_report import WorkerReport
+from resilient_jax.protocol.worker_report import TrainingProgress, WorkerReport
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,74 +90,88 @@ class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerStatus | None = None
 
 
+class AgentStatus(RecordPart, frozen=True, kw_only=True):
+    """An agent's process, and where it listens.
+
+    Attributes:
+        id: an id that is new with each start of the agent.
+        pid: the process id of the agent.
+        address: the host's address for the others.
+        port: port of the agent at that address, where commands ask for its logs, and order it to end processes.
+        versions: the versions of what must be equal on all hosts.
+    """
+
+    id: str
+    pid: int
+    address: str
+    port: int = 0
+    versions: Versions
+
+    @property
+    def endpoint(self) -> str:
+        """Where the agent listens, as host:port."""
+        return f"{self.address}:{self.port}"
+
+
+class DevicesStatus(RecordPart, frozen=True, kw_only=True):
+    """The devices of a host.
+
+    Attributes:
+        num_devices: devices of the host, also those that are out; 0: only JAX knows.
+        num_used: how many devices a worker uses that starts now; 0: all.
+        num_standby: how many devices are sound and stand by: the host's worker uses others.
+        ended_for_return: last worker that the agent ended because a device was back, which is no failure; 0: none.
+        gpus: what is wrong with GPUs of the host now, a sentence each for people; empty: nothing, or not watched.
+        gpu_uuids: ids of the host's GPUs, in order of the GPUs' numbers; empty if not known.
+    """
+
+    num_devices: int = 0
+    num_used: int = 0
+    num_standby: int = 0
+    ended_for_return: Incarnation = Incarnation(0)
+    gpus: tuple[str, ...] = ()
+    gpu_uuids: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return a text such as "2 of 3 devices"; empty: all."""
+        return f"{self.num_used} of {self.num_devices} devices" if self.num_used else ""
+
+
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A host as its agent reports it; in the store exactly as long as the agent's lease is valid.
 
     Attributes:
         host: the host's name.
-        agent_id: an id that is new with each start of the agent.
-        agent_pid: the process id of the agent.
-        address: the host's address for the others.
-        port: port of the agent at that address, where commands ask for its logs, and order it to end processes.
-        versions: the versions of what must be equal on all hosts.
+        agent: the agent that reports.
         generation: the newest generation that the agent had read when it wrote this status.
         is_draining: whether the host leaves after a preemption notice.
         is_out_of_time: whether the time that such a notice leaves is over, so that the host leaves now.
         is_spare: whether the host was started as a spare: a spare takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
+        standby: the process that waits to replace the worker; None: none runs.
         services: the coordination services that run on this host.
         snapshot_server: the host's snapshot server; None: none runs.
         snapshots: the snapshots that were complete on this host when this was written. While members train, newer ones
             of the same generation are in `HostProgress` only.
-        standby: the process that waits to replace the worker; None: none runs.
         program: the id of the program that the host runs; empty before the host has asked the others for theirs.
         changed_program: files of the program that have changed on disk since its start, for people; empty: none.
-        gpus: what is wrong with GPUs of the host now, a sentence each for people; empty: nothing, or not watched.
-        num_devices: devices of the host, also those that are out; 0: only JAX knows.
-        num_used: how many devices a worker uses that starts now; 0: all.
-        standby_devices: how many devices are sound and stand by: the host's worker uses others.
-        ended_for_return: last worker that the agent ended because a device was back, which is no failure; 0: none.
-        gpu_uuids: ids of the host's GPUs, in order of the GPUs' numbers; empty if not known.
         reach: which members this host reaches; None: the members go on, or the host has not looked yet.
-        metrics: the metrics that the worker had last reported, by name.
-        step: steps that the worker had committed when this was written; a newer number is in `HostProgress`.
-        num_steps: steps that the worker will have committed in the end; 0: not known.
+        progress: how far the worker was when this was written; newer numbers are in `HostProgress`.
     """
 
     host: HostName
-    agent_id: str
-    agent_pid: int
-    address: str
-    versions: Versions
-    port: int = 0
+    agent: AgentStatus
     generation: GenerationNumber = GenerationNumber(0)
     is_draining: bool = False
     is_out_of_time: bool = False
     is_spare: bool = False
     worker: WorkerStatus | None = None
+    standby: StandbyStatus | None = None
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
-    standby: StandbyStatus | None = None
     program: str = ""
     changed_program: str = ""
-    gpus: tuple[str, ...] = ()
-    num_devices: int = 0
-    num_used: int = 0
-    standby_devices: int = 0
-    ended_for_return: Incarnation = Incarnation(0)
-    gpu_uuids: tuple[str, ...] = ()
+    devices: DevicesStatus = DevicesStatus()
     reach: ReachReport | None = None
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    step: int = 0
-    num_steps: int = 0
-
-    @property
-    def devices(self) -> str:
-        """A text such as "2 of 3 devices"; empty: all."""
-        return f"{self.num_used} of {self.num_devices} devices" if self.num_used else ""
-
-    @property
-    def agent_endpoint(self) -> str:
-        """Where the agent listens, as host:port."""
-        return f"{self.address}:{self.port}"
+    progress: TrainingProgress = TrainingProgress()

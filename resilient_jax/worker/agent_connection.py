@@ -184,11 +184,11 @@ class AgentConnection:
         send_unless_closed(self._connection, commit)
         with self._changed:
             protocol, answers = worker_protocol.report_commit(
-                self._protocol, commit.step, holds_state=holds_state, part=part
+                self._protocol, commit.progress.step, holds_state=holds_state, part=part
             )
             self._apply((protocol, answers))
         if answers:
-            self.record_event(EventKind.STEP_COMMITTED, step=commit.step)
+            self.record_event(EventKind.STEP_COMMITTED, step=commit.progress.step)
 
     @property
     def takes_snapshot(self) -> bool:

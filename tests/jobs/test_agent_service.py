@@ -177,12 +177,12 @@ def test_an_agent_obeys_no_caller_without_the_token_and_no_order_that_is_meant_f
     malformed = ReadLog(log=HostLog.EVENTS, lines=-1, offset=None)
 
     async def call() -> None:
-        async with Channel(host.agent_endpoint, Credentials("wrong")) as channel:
+        async with Channel(host.agent.endpoint, Credentials("wrong")) as channel:
             with pytest.raises(Unauthenticated):
                 await channel.call(SERVICE, READ_LOG, request, timeout_s=patience(2))
             with pytest.raises(Unauthenticated):
                 await send_signal(channel, host, JobComponent.WORKER, is_stop=False)
-        async with Channel(host.agent_endpoint, Credentials(TOKEN)) as channel:
+        async with Channel(host.agent.endpoint, Credentials(TOKEN)) as channel:
             with pytest.raises(PeerError, match="host host-0: found another agent at this address"):
                 await send_signal(channel, other, JobComponent.WORKER, is_stop=False)
             with pytest.raises(MessageError):

@@ -120,7 +120,10 @@ def is_less_for_the_first_replica(event: Event) -> bool:
 def is_shown_slow(report: JobReport, host: str) -> bool:
     """Return whether a worker reports a host as slow, which `status` then shows."""
     found = [
-        slow.host for one in report.hosts if one.worker is not None for slow in one.worker.report.slow_hosts
+        slow.host
+        for one in report.hosts
+        if one.worker is not None
+        for slow in one.worker.report.findings.slow_hosts
     ]
     return host in found
 

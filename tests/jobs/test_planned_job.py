@@ -343,8 +343,8 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
             "constants of all hosts, which foresee each loss with them",
             lambda report: all(
                 host.worker is not None
-                and host.worker.report.plans is not None
-                and host.worker.report.plans.fitted
+                and host.worker.report.findings.plans is not None
+                and host.worker.report.findings.plans.fitted
                 for host in report.hosts
             ),
             DEADLINE_S,
@@ -504,12 +504,15 @@ def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
             DEADLINE_S,
         )
         began = max(
-            host.step for host in job.wait_report("the hosts", lambda report: bool(report.hosts)).hosts
+            host.progress.step
+            for host in job.wait_report("the hosts", lambda report: bool(report.hosts)).hosts
         )
         # Twice, so that the hosts have compared their states at least once since then.
         goal = began + 2 * COMPARISON_INTERVAL_STEPS
         job.wait_report(
-            f"step {goal}", lambda report: min(host.step for host in report.hosts) >= goal, DEADLINE_S
+            f"step {goal}",
+            lambda report: min(host.progress.step for host in report.hosts) >= goal,
+            DEADLINE_S,
         )
         assert not [event for event in job.read_events() if event.kind is EventKind.STATE_DIFFERS]
         assert "planner: host-1 has 1 of the 2 devices that topology local_4x2 gives it" in job.read_output()

@@ -35,7 +35,7 @@ def wait_seated(tiny: TinyJob, *hosts: str) -> dict[str, StandbyStatus]:
             for status in report.hosts
             if status.standby is not None
             and status.standby.worker is not None
-            and status.standby.worker.report.world == generation_of(report).world
+            and status.standby.worker.report.place.world == generation_of(report).world
         }
 
     tiny.wait_training(HOSTS)
@@ -179,4 +179,4 @@ def test_a_worker_whose_standby_is_gone_leaves_its_place_to_the_spare_and_spares
 def is_ready(report: JobReport, host: str) -> bool:
     """Return whether the worker of this host has taken a seat of the world."""
     workers = [status.worker for status in report.hosts if status.host == host and status.worker]
-    return any(worker.report.world == generation_of(report).world for worker in workers)
+    return any(worker.report.place.world == generation_of(report).world for worker in workers)

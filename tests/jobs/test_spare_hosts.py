@@ -29,7 +29,9 @@ def is_ready(report: JobReport, host: str) -> bool:
     if any(member.host == host for member in generation.members):
         return False
     workers = [status.worker for status in report.hosts if status.host == host and status.worker]
-    return any(w.report.state is WorkerState.IDLE and w.report.world == generation.world for w in workers)
+    return any(
+        w.report.state is WorkerState.IDLE and w.report.place.world == generation.world for w in workers
+    )
 
 
 PICKY = """

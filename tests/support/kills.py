@@ -101,7 +101,8 @@ def break_and_recover(
     tiny.wait_report(
         f"a new generation and steps after {number.name} to {victims} {place}",
         lambda now: (
-            generation_of(now).number > before and max((h.step for h in now.hosts), default=0) > step + 4
+            generation_of(now).number > before
+            and max((h.progress.step for h in now.hosts), default=0) > step + 4
         ),
     )
     tiny.wake_all()

@@ -18,7 +18,12 @@ from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, Tick
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation import Generation, GenerationPhase, SeatId
-from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus, WorkerStatus
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
+    CoordinationServiceStatus,
+    HostStatus,
+    WorkerStatus,
+)
 from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import TimedChange
@@ -121,7 +126,9 @@ class Job:
     def status(self, name: str) -> HostStatus:
         worker = WorkerStatus(incarnation=Incarnation(1), pid=1)
         new = HostStatus(
-            host=HostName(name), agent_id=name, agent_pid=1, address=name, versions=VERSIONS, worker=worker
+            host=HostName(name),
+            agent=AgentStatus(id=name, pid=1, address=name, versions=VERSIONS),
+            worker=worker,
         )
         return self.state.hosts.get(HostName(name), new)
 

@@ -7,7 +7,12 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
-from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus, WorkerStatus
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
+    CoordinationServiceStatus,
+    HostStatus,
+    WorkerStatus,
+)
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
@@ -36,11 +41,9 @@ def make_idle_status(index: int, port: int = 0) -> HostStatus:
     report = WorkerReport(state=WorkerState.IDLE, endpoint=f"127.0.0.1:{40_000 + index}")
     return HostStatus(
         host=host,
-        agent_id=f"{index:032x}",
-        agent_pid=1000 + index,
-        address="127.0.0.1",
-        port=port,
-        versions=VERSIONS,
+        agent=AgentStatus(
+            id=f"{index:032x}", pid=1000 + index, address="127.0.0.1", port=port, versions=VERSIONS
+        ),
         worker=WorkerStatus(incarnation=Incarnation(1), pid=2000 + index, report=report),
         snapshot_server=SnapshotServerStatus(endpoint=f"127.0.0.1:{50_000 + index}", pid=3000 + index),
         program="0" * 16,
@@ -65,7 +68,7 @@ def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
         case GenerationPhase.QUIESCE:
             return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
         case GenerationPhase.PAUSE:
-            return change_report(status, generation=number, earliest_stop_step=status.step)
+            return change_report(status, generation=number, earliest_stop_step=status.progress.step)
         case GenerationPhase.BOUNDARY:
             return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
         case GenerationPhase.FORM:
@@ -90,9 +93,9 @@ def _form(status: HostStatus, generation: Generation, member: Member) -> HostSta
 
 
 def _finish_first_step(status: HostStatus, generation: Generation) -> HostStatus:
-    if status.worker is not None and status.worker.report.has_finished_step:
+    if status.worker is not None and status.worker.report.place.has_finished_step:
         return status
-    step = max(status.step, generation.step) + 1
+    step = max(status.progress.step, generation.step) + 1
     status = change_report(status, has_finished_step=True, holds_state=True, step=step)
     return change_fields(status, step=step)
 

@@ -275,7 +275,7 @@ def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> boo
         return False
     by_host = {status.host: status for status in report.hosts}
     workers = [by_host[m.host].worker for m in generation.members if m.host in by_host]
-    return len(workers) == hosts and all(w is not None and w.report.has_finished_step for w in workers)
+    return len(workers) == hosts and all(w is not None and w.report.place.has_finished_step for w in workers)
 
 
 def read_logs(work: Path) -> dict[str, list[dict]]:

@@ -70,14 +70,14 @@ class ProgressPrinter:
 
     def show(self, report: JobReport) -> None:
         """Print a line, unless the previous line is too recent."""
-        newest = max(report.hosts, key=lambda host: host.step, default=None)
+        newest = max(report.hosts, key=lambda host: host.progress.step, default=None)
         is_recent = time.monotonic() - self._printed_s < self._interval_s
         if newest is None or report.generation is None or is_recent:
             return
         self._printed_s = time.monotonic()
-        loss = f", loss {newest.metrics['loss']:.4f}" if "loss" in newest.metrics else ""
+        loss = f", loss {newest.progress.metrics['loss']:.4f}" if "loss" in newest.progress.metrics else ""
         self._console.print(
-            f"  step {newest.step}/{self._steps}{loss}, generation {report.generation.number} "
+            f"  step {newest.progress.step}/{self._steps}{loss}, generation {report.generation.number} "
             f"({report.generation.phase}), {describe_members(report.generation)}",
             end="\r" if self._console.is_terminal else "\n",
             style="cyan",

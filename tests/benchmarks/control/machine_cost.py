@@ -173,7 +173,7 @@ def _make_round(job: _TimedJob, num_hosts: int, number: int) -> dict[str, list[M
     step, generation = number + 2, job.generation.number
     found: dict[str, list[MembershipEvent]] = {"step": [], "snapshot": [], "report": []}
     for index, status in enumerate(list(job.hosts.values())):
-        found["step"].append(HostProgressed(status.host, status.agent_id, step))
+        found["step"].append(HostProgressed(status.host, status.agent.id, step))
         taken = make_snapshot(index, num_hosts, step, generation)
         with_snapshot = change_fields(status, step=step, snapshots=(taken,))
         found["snapshot"].append(job.change(with_snapshot))

@@ -69,6 +69,6 @@ def _wait_active(job: LocalJob, num_members: int) -> Event:
 def _wait_first_step(job: LocalJob, num_hosts: int) -> None:
     job.wait_report(
         "the first step",
-        lambda now: len(now.hosts) == num_hosts and all(host.step > 0 for host in now.hosts),
+        lambda now: len(now.hosts) == num_hosts and all(host.progress.step > 0 for host in now.hosts),
         AGENTS_LIMIT_S,
     )

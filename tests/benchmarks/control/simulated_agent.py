@@ -29,6 +29,7 @@ from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.interface import KeyValue, PutEvent, Store, WatchEvent
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
@@ -167,7 +168,10 @@ class SimulatedAgent:
         """Return how far the host is."""
         status = self._status
         return HostProgress(
-            host=status.host, agent_id=status.agent_id, sequence=self.step, step=max(self.step, status.step)
+            host=status.host,
+            agent_id=status.agent.id,
+            sequence=self.step,
+            progress=TrainingProgress(step=max(self.step, status.progress.step)),
         )
 
 
@@ -270,7 +274,7 @@ def _make_context(index: int, num_hosts: int, store: Store) -> AgentContext:
         clock=SystemClock(),
         log=EventLog(None, host),
         print_line=lambda line: None,
-        agent_id=make_idle_status(index).agent_id,
+        agent_id=make_idle_status(index).agent.id,
     )
 
 

@@ -109,7 +109,7 @@ class AgentsProcess:
         while True:
             await asyncio.sleep(STEP_S)
             for agent in self._agents.values():
-                agent.step = max(agent.step, agent.status.step) + 1
+                agent.step = max(agent.step, agent.status.progress.step) + 1
             shares = [silent[number :: len(channels)] for number in range(min(len(channels), len(silent)))]
             await asyncio.gather(*map(self._report, channels, shares))
 
@@ -118,7 +118,7 @@ class AgentsProcess:
         _, records = await self._stores[0].range(make_hosts_prefix(JOB))
         hosts = {make_host_name(index) for index in range(1, FANOUT + 1)}
         statuses = [decode_record(record, HostStatus) for record in records]
-        return [Channel(status.agent_endpoint, CREDENTIALS) for status in statuses if status.host in hosts]
+        return [Channel(status.agent.endpoint, CREDENTIALS) for status in statuses if status.host in hosts]
 
     async def _report(self, channel: Channel, agents: Sequence[SimulatedAgent]) -> None:
         reports = tuple(agent.make_progress() for agent in agents)

@@ -59,8 +59,12 @@ class DecidingJob:
     def _flip_copy(self, generation: Generation) -> None:
         agent = self._agents[1]
         report = agent.status.worker.report if agent.status.worker is not None else None
-        if generation.phase is GenerationPhase.ACTIVE and report is not None and report.has_finished_step:
-            agent.change_status(change_report(agent.status, holds_state=not report.holds_state))
+        if (
+            generation.phase is GenerationPhase.ACTIVE
+            and report is not None
+            and report.place.has_finished_step
+        ):
+            agent.change_status(change_report(agent.status, holds_state=not report.held.holds_state))
 
 
 def _ignore(generation: Generation, nbytes: int) -> None:

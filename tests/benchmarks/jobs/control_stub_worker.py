@@ -26,6 +26,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.worker_protocol import (
     OrderRefused,
@@ -96,7 +97,7 @@ class StubWorker:
         self._protocol, decision = worker_protocol.try_begin_step(self._protocol, self._step)
         if decision is StepDecision.START:
             self._step += 1
-            self._send(StepCommitted(step=self._step))
+            self._send(StepCommitted(progress=TrainingProgress(step=self._step)))
             self._apply(
                 worker_protocol.report_commit(self._protocol, self._step, holds_state=True, part=None)
             )

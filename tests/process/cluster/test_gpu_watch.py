@@ -306,7 +306,7 @@ def test_report_joins_with_an_unfit_gpu_and_only_records(host: GpuHost) -> None:
         host.wait_event(EventKind.GPU_FAILED, num=2)
         status = host.status()
         assert status is not None
-        assert status.gpus == (
+        assert status.devices.gpus == (
             "GPU 0 (GPU-00000000-fake): pages of its memory with errors are in use until it is reset",
         )
         assert host.quarantine() == []

@@ -72,7 +72,7 @@ class FormingJob:
                 for host, a in self.agents.items()
             }
             for status in self.report().hosts:
-                children = [host for host, parents in said.items() if parents[-1:] == [status.agent_endpoint]]
+                children = [host for host, parents in said.items() if parents[-1:] == [status.agent.endpoint]]
                 if len(children) == 2:
                     self.parent, self.children = status.host, tuple(children)
             return bool(self.parent)
@@ -82,7 +82,9 @@ class FormingJob:
     def wait_formed(self, hosts: set[str]) -> None:
         def have_formed() -> bool:
             found = {
-                s.host for s in self.report().hosts if s.worker is not None and s.worker.report.has_formed
+                s.host
+                for s in self.report().hosts
+                if s.worker is not None and s.worker.report.place.has_formed
             }
             return found >= hosts
 

@@ -50,7 +50,7 @@ def read_status(address: str) -> HostStatus | None:
 def wait_registered(store: str, agent: HandStartedAgent) -> HostStatus:
     def is_registered() -> bool:
         status = read_status(store)
-        return status is not None and status.agent_pid == agent.process.pid
+        return status is not None and status.agent.pid == agent.process.pid
 
     wait_until("the agent's registration", is_registered)
     status = read_status(store)
@@ -68,7 +68,7 @@ def test_a_restarted_agent_takes_the_name_of_its_ghost_while_the_lease_lasts(
     with start_agent(store, tmp_path, "first") as first:
         before = wait_registered(store, first)
         assert ask(before) is NameHolder.ALIVE
-        assert ask(change_fields(before, agent_id="another")) is NameHolder.GONE
+        assert ask(change_fields(before, id="another")) is NameHolder.GONE
         first.process.send_signal(signal.SIGSTOP)
         assert ask(before) is NameHolder.SILENT
         first.process.send_signal(signal.SIGCONT)
@@ -76,7 +76,7 @@ def test_a_restarted_agent_takes_the_name_of_its_ghost_while_the_lease_lasts(
     with start_agent(store, tmp_path, "second") as second:  # the lease of the first lasts a minute
         after = wait_registered(store, second)
         assert second.interrupt() == 130
-    assert after.agent_id != before.agent_id
+    assert after.agent.id != before.agent.id
 
 
 def test_a_port_that_is_taken_by_a_stranger_answers_nothing(store: str) -> None:
@@ -85,11 +85,13 @@ def test_a_port_that_is_taken_by_a_stranger_answers_nothing(store: str) -> None:
         status = msgspec.convert(
             {
                 "host": HOST,
-                "agent_id": "a",
-                "agent_pid": 1,
-                "address": "127.0.0.1",
-                "port": port,
-                "versions": {"python": "3", "resilient_jax": "1", "jax": "1", "jaxlib": "1"},
+                "agent": {
+                    "id": "a",
+                    "pid": 1,
+                    "address": "127.0.0.1",
+                    "port": port,
+                    "versions": {"python": "3", "resilient_jax": "1", "jax": "1", "jaxlib": "1"},
+                },
             },
             HostStatus,
         )

@@ -37,16 +37,16 @@ MAX_RESTARTS = 2
 SCRIPT = """
 import os
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
+from resilient_jax.protocol.worker_report import TrainingProgress, WorkerReport, WorkerState, WorldPlace
 from resilient_jax.protocol.worker_messages import *
 
 connection = Connection(int(os.environ[AGENT_CONNECTION_VARIABLE]), WORKER_ORDER_DECODER, send_timeout_s=None)
-connection.send(WorkerReported(report=WorkerReport(state=WorkerState.IDLE, world=1, generation=1)))
+connection.send(WorkerReported(report=WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=1), generation=1)))
 while True:
     for received in connection.receive():
         match received.message:
             case Pause():
-                connection.send(StepCommitted(step=1))
+                connection.send(StepCommitted(progress=TrainingProgress(step=1)))
             case Quiesce():  # its threads have ended
                 os.close(int(os.environ[DEATH_PIPE_VARIABLE]))
             case RunToBoundary():

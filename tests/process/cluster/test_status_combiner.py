@@ -21,9 +21,10 @@ from resilient_jax.config import JobConfig
 from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import HostName, LeaseId, Revision
 from resilient_jax.protocol.generation import Generation
-from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.interface import Compare, Operation, PutEvent, PutOp, TransactionResult
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
@@ -109,12 +110,14 @@ class Parent:
     async def read_step(self, name: str) -> int:
         record = await self.store.get(make_host_key(JOB, HostName(name)))
         assert record is not None
-        return decode_record(record, HostStatus).step
+        return decode_record(record, HostStatus).progress.step
 
 
 def make_status(name: str, step: int) -> HostStatus:
     return HostStatus(
-        host=HostName(name), agent_id=name, agent_pid=1, address="127.0.0.1", versions=VERSIONS, step=step
+        host=HostName(name),
+        agent=AgentStatus(id=name, pid=1, address="127.0.0.1", versions=VERSIONS),
+        progress=TrainingProgress(step=step),
     )
 
 
@@ -234,7 +237,7 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
             return result.revision if result.succeeded else NOT_WRITTEN
 
         async def hand_over(request: StatusWrite) -> Revision:
-            fate = fates[request.status.step - 1]
+            fate = fates[request.status.progress.step - 1]
             if fate == "in time":
                 return await write(request)
             if fate == "too late":
@@ -244,7 +247,7 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
             return NOT_WRITTEN
 
         def is_written() -> bool:
-            return session.written is not None and session.written.step == step
+            return session.written is not None and session.written.progress.step == step
 
         step = 0
         async with MemoryStore() as store:
@@ -266,14 +269,16 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
             ) as batches:
                 async for batch in batches:
                     steps += [
-                        decode_record(e.key_value, HostStatus).step for e in batch if isinstance(e, PutEvent)
+                        decode_record(e.key_value, HostStatus).progress.step
+                        for e in batch
+                        if isinstance(e, PutEvent)
                     ]
                     if steps[-1] == len(fates):
                         break
             assert steps == sorted(steps)
             record = await store.get(make_host_key(JOB, HostName("h")))
             assert record is not None
-            assert decode_record(record, HostStatus).step == len(fates)
+            assert decode_record(record, HostStatus).progress.step == len(fates)
 
     asyncio.run(run())
 
@@ -309,7 +314,7 @@ class Job:
             for task in self.tasks:
                 assert not task.done(), task.exception()
             done = [agent.status.worker for agent in self.agents]
-            return all(worker is not None and worker.report.has_finished_step for worker in done)
+            return all(worker is not None and worker.report.place.has_finished_step for worker in done)
 
         await wait_until(is_active)
         generation = await self.read_generation()

@@ -18,6 +18,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, Wor
 from resilient_jax.membership.redundancy import Redundancy
 from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind, Member
 from resilient_jax.protocol.host_status import (
+    AgentStatus,
     CoordinationServiceStatus,
     HostStatus,
     StandbyState,
@@ -28,7 +29,13 @@ from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, RecoveryOption
 from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
+from resilient_jax.protocol.worker_report import (
+    TrainingProgress,
+    WorkerFindings,
+    WorkerReport,
+    WorkerState,
+    WorldPlace,
+)
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
 HOSTS = (HOST, HostName("host-1"))
@@ -48,17 +55,14 @@ REPORT = JobReport(
     hosts=(
         HostStatus(
             host=HOST,
-            agent_id="",
-            agent_pid=1,
-            address="",
-            versions=read_versions(),
+            agent=AgentStatus(id="", pid=1, address="", versions=read_versions()),
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
             services=(
                 CoordinationServiceStatus(world=WorldId(11), num_processes=2, num_seats=2, address="", pid=2),
             ),
             snapshots=(SNAPSHOT,),
             standby=StandbyStatus(state=StandbyState.READY, pid=3, memory_mib=186),
-            step=123456,
+            progress=TrainingProgress(step=123456),
             is_draining=True,
         ),
     ),
@@ -144,7 +148,7 @@ def test_how_many_more_losses_the_state_survives_is_said(redundancy, said):
     assert status.describe_redundancy(redundancy) == said
 
 
-IDLE = WorkerReport(state=WorkerState.IDLE, world=WorldId(3))
+IDLE = WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=WorldId(3)))
 TRAINING = Generation(
     number=GenerationNumber(3),
     phase=GenerationPhase.ACTIVE,
@@ -272,7 +276,11 @@ def test_a_slow_host_is_shown_as_the_first_host_found_it():
             host=HostName(name),
             is_draining=False,
             standby=None,
-            worker=WorkerStatus(incarnation=Incarnation(3), pid=1, report=WorkerReport(slow_hosts=(slow,))),
+            worker=WorkerStatus(
+                incarnation=Incarnation(3),
+                pid=1,
+                report=WorkerReport(findings=WorkerFindings(slow_hosts=(slow,))),
+            ),
         )
         for name, slow in (("host-1", found), ("host-2", outdated))
     )

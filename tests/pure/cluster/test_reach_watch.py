@@ -6,7 +6,7 @@ from resilient_jax.cluster.reach_watch import MAX_MEMBERS, PATIENCE_S, choose_me
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
 from resilient_jax.protocol.record_parts import change_fields
-from resilient_jax.protocol.worker_report import WorkerReport
+from resilient_jax.protocol.worker_report import WorkerReport, WorldPlace
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 
 NUMBER = GenerationNumber(3)
@@ -14,8 +14,8 @@ HOST = HostName("h0")
 SOON_S, LATE_S = PATIENCE_S / 2, PATIENCE_S * 2
 OVERDUE = OverdueTask(task=WorkerTask.SUM, step=7, place="`f`, line 1", silent_s=9.0, deadline_s=4.0)
 STEPS, FORMED, WAITS = (
-    WorkerReport(generation=NUMBER, has_formed=True, has_finished_step=True),
-    WorkerReport(generation=NUMBER, has_formed=True),
+    WorkerReport(generation=NUMBER, place=WorldPlace(has_formed=True, has_finished_step=True)),
+    WorkerReport(generation=NUMBER, place=WorldPlace(has_formed=True)),
     WorkerReport(generation=NUMBER),
 )
 HANGS = change_fields(STEPS, overdue=OVERDUE)
@@ -40,7 +40,7 @@ def make_generation(phase: GenerationPhase, count: int = 3, attempts: int = 0) -
         (GenerationPhase.FORM, 1, WAITS, SOON_S, True),
         (GenerationPhase.FORM, 1, FORMED, LATE_S, False),
         # What it formed was an earlier world.
-        (GenerationPhase.FORM, 0, WorkerReport(has_formed=True), LATE_S, True),
+        (GenerationPhase.FORM, 0, WorkerReport(place=WorldPlace(has_formed=True)), LATE_S, True),
         (GenerationPhase.ACTIVE, 0, FORMED, SOON_S, False),
         (GenerationPhase.ACTIVE, 0, FORMED, LATE_S, True),
         (GenerationPhase.ACTIVE, 0, STEPS, LATE_S, False),

@@ -41,12 +41,18 @@ from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
 from resilient_jax.protocol.host_status import HostStatus, StandbyState, StandbyStatus, WorkerStatus
-from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.record_parts import change_fields, find_parts
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook, StatePart
-from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
+from resilient_jax.protocol.worker_report import (
+    StateDoubt,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+)
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 from tests.support.membership_job import (
     Job,
@@ -452,7 +458,9 @@ def _read_failure(text: str) -> WorkerFailure | None:
     kind, _, words = text.partition(":")
     said, _, trusted = words.partition(":trusted=")
     return WorkerFailure(
-        kind=WorkerFailureKind(kind), text=said, trusted_step=int(trusted) if trusted else None
+        kind=WorkerFailureKind(kind),
+        text=said,
+        doubt=StateDoubt(trusted_step=int(trusted) if trusted else None),
     )
 
 
@@ -536,7 +544,7 @@ SPECIAL: Final[Mapping[str, Callable[[str], Any]]] = {
 
 
 def _read_fields(kind: type[msgspec.Struct], values: Mapping[str, str]) -> dict[str, Any]:
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = {*kind.__struct_fields__, *find_parts(kind)}
     assert values.keys() <= known, f"{values.keys() - known}: no such field of {kind.__name__}"
     return {name: SPECIAL.get(name, _read)(text) for name, text in values.items()}
 
@@ -583,7 +591,9 @@ def _restart(job: Job, names: list[str], values: Values) -> None:
     report |= _read_fields(WorkerReport, {key: text for key, text in values.items() if key != "incarnation"})
     for name in names:
         worker = WorkerStatus(
-            incarnation=Incarnation(int(values.get("incarnation", 2))), pid=2, report=WorkerReport(**report)
+            incarnation=Incarnation(int(values.get("incarnation", 2))),
+            pid=2,
+            report=change_fields(WorkerReport(), **report),
         )
         job.change(name, worker=worker)
 
@@ -639,7 +649,7 @@ def _stand_by(job: Job, names: list[str], values: Values) -> None:
             assert newcomer is not None, f"the standby of {name} has no seat"
             report["seat"] = SeatId(job.generation.world, newcomer.seat)
             report["world"] = job.generation.world if report["state"] is WorkerState.IDLE else None
-        worker = WorkerStatus(incarnation=STANDBY, pid=9, report=WorkerReport(**report))
+        worker = WorkerStatus(incarnation=STANDBY, pid=9, report=change_fields(WorkerReport(), **report))
         job.change(name, standby=StandbyStatus(state=StandbyState.STARTING, pid=9, worker=worker))
 
 

@@ -80,7 +80,9 @@ from resilient_jax.protocol.generation import (
     WorldChange,
 )
 from resilient_jax.protocol.host_status import (
+    AgentStatus,
     CoordinationServiceStatus,
+    DevicesStatus,
     HostStatus,
     StandbyState,
     StandbyStatus,
@@ -224,7 +226,7 @@ class Worker:
         return order
 
     def end_preparing(self, *, is_seated: bool) -> None:
-        seat = self.report.seat
+        seat = self.report.place.seat
         assert seat is not None
         world = seat.world if is_seated else None
         self.apply(worker_protocol.report_seat(self.protocol, world, None))
@@ -324,10 +326,7 @@ class Host:
         generation = self.orders.generation
         return HostStatus(
             host=self.name,
-            agent_id=self.name,
-            agent_pid=1,
-            address=self.name,
-            versions=VERSIONS,
+            agent=AgentStatus(id=self.name, pid=1, address=self.name, versions=VERSIONS),
             is_draining=self.draining,
             generation=generation.number if generation is not None else GenerationNumber(0),
             is_spare=self.is_spare,
@@ -339,7 +338,7 @@ class Host:
             snapshot_server=SnapshotServerStatus(endpoint=f"{self.name}:snapshots", pid=1),
             snapshots=self.snapshots,
             reach=self.reach,
-            num_devices=2,
+            devices=DevicesStatus(num_devices=2),
         )
 
 
@@ -386,7 +385,7 @@ class Cluster:
             return False
         workers = [self.workers[m.host, m.incarnation] for m in now.members]
         return len(workers) == self.config.num_hosts and all(
-            w.runs and w.report.has_finished_step and w.generation is not None for w in workers
+            w.runs and w.report.place.has_finished_step and w.generation is not None for w in workers
         )
 
     def are_all_others_training(self, pair: frozenset[HostName]) -> bool:
@@ -399,7 +398,7 @@ class Cluster:
         return (
             hosts >= set(NAMES) - pair
             and len(hosts & pair) == 1
-            and all(w.runs and w.report.has_finished_step and w.generation is not None for w in workers)
+            and all(w.runs and w.report.place.has_finished_step and w.generation is not None for w in workers)
         )
 
     # Possible actions, (weight, action): those of the shells, then time, then faults.
@@ -418,7 +417,9 @@ class Cluster:
         status = look_at(worker, host.seen)
         if host.standby is not None:
             yield from self.standby_moves(host, host.standby)
-        elif self.has_standbys and worker.runs and worker.generation and worker.report.has_finished_step:
+        elif (
+            self.has_standbys and worker.runs and worker.generation and worker.report.place.has_finished_step
+        ):
             yield 1, lambda: self.start_standby(host)
         if worker.outbox:
             yield 2, lambda: self.hear(host)
@@ -499,7 +500,7 @@ class Cluster:
             return
         if worker.protocol.is_interrupted:
             yield 3, worker.go_idle
-        elif not worker.report.has_formed:
+        elif not worker.report.place.has_formed:
             if self.can_form(worker, generation):
                 yield 4, lambda: self.form(worker, generation)
         else:
@@ -601,7 +602,12 @@ class Cluster:
             return
         yield 2, lambda: self.kill(worker)
         yield 2 if worker.stopped else 1, lambda: self.stop_or_continue(worker)
-        if worker.runs and not worker.hung and worker.report.has_formed and worker.generation is not None:
+        if (
+            worker.runs
+            and not worker.hung
+            and worker.report.place.has_formed
+            and worker.generation is not None
+        ):
             failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="out of luck")
             yield 1, lambda: worker.go_idle(failure=failure)
             yield 1, worker.hang
@@ -968,8 +974,8 @@ class Cluster:
         (member,) = (m for m in generation.members if m.host == worker.host)
         seat = SeatId(generation.world, member.seat)
         if generation.change is not WorldChange.REFORM:
-            assert worker.report.world == generation.world, "a change in place stays in its world"
-            assert worker.report.seat == seat, "and in its seat"
+            assert worker.report.place.world == generation.world, "a change in place stays in its world"
+            assert worker.report.place.seat == seat, "and in its seat"
         worker.apply(
             worker_protocol.report_formed(
                 worker.protocol, seat, worker.step, holds_state=worker.held is not None
@@ -1125,7 +1131,7 @@ class Cluster:
         for host in self.hosts.values():
             worker = host.worker
             generation = worker.generation
-            if generation is None or not worker.runs or not worker.report.has_formed:
+            if generation is None or not worker.runs or not worker.report.place.has_formed:
                 continue
             if worker.protocol.is_interrupted:
                 continue
@@ -1214,7 +1220,7 @@ class SpareCluster(Cluster):
             return False
         waiting = [h for h in self.hosts.values() if now.find_member(h.name) is None]
         workers = [h.worker for h in waiting if h.registered and h.worker.runs]
-        tried = [w.report.seat is not None and w.report.seat.world == now.world for w in workers]
+        tried = [w.report.place.seat is not None and w.report.place.seat.world == now.world for w in workers]
         is_ready = [w.report.state is WorkerState.IDLE and not w.inbox for w in workers]
         return (
             len(workers) == len(waiting) and all(is_ready) and (now.next_seat == now.num_seats or all(tried))
@@ -1250,7 +1256,7 @@ class RoomyCluster(Cluster):
     def is_whole(self) -> bool:
         """Return whether all hosts train together, and each has a standby that is ready in a seat of their world."""
         return self.do_all_train and all(
-            host.standby_seen is not None and host.standby_seen.report.world == self.generation.world
+            host.standby_seen is not None and host.standby_seen.report.place.world == self.generation.world
             for host in self.hosts.values()
             if self.generation is not None
         )

@@ -54,7 +54,7 @@ def answer(job: Job, name: str) -> None:
         case GenerationPhase.QUIESCE:
             job.report(name, state=WorkerState.IDLE, generation=generation.number, has_formed=False)
         case GenerationPhase.PAUSE:
-            step = job.worker_of(name).report.step + 1
+            step = job.worker_of(name).report.held.step + 1
             job.report(name, generation=generation.number, earliest_stop_step=step)
         case GenerationPhase.BOUNDARY:
             job.report(name, state=WorkerState.IDLE, step=generation.boundary_step or 0, has_formed=False)
@@ -63,7 +63,7 @@ def answer(job: Job, name: str) -> None:
         case GenerationPhase.ACTIVE if is_member:
             report = job.worker_of(name).report
             holds = not any(job.status(other).snapshots for other in NAMES)
-            job.report(name, step=report.step + 1, has_finished_step=True, holds_state=holds)
+            job.report(name, step=report.held.step + 1, has_finished_step=True, holds_state=holds)
         case _:
             pass
     if job.asked and not is_member:
@@ -142,7 +142,7 @@ def change_anything(job: Job, name: str, chance: random.Random) -> None:
         lambda: job.restart(name, incarnation),
         lambda: job.change(name, is_draining=chance.random() < 0.3),
         lambda: job.change(name, is_spare=chance.random() < 0.3),
-        lambda: job.change(name, step=(step := chance.randrange(9)), standby_devices=step % 3),
+        lambda: job.change(name, step=(step := chance.randrange(9)), num_standby=step % 3),
         lambda: job.change(name, num_devices=4, num_used=chance.randrange(4)),
         lambda: job.change(name, services=()),
         lambda: job.change(name, snapshot_server=chance.choice((None, server(name)))),

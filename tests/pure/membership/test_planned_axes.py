@@ -22,7 +22,13 @@ from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
-from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
+from resilient_jax.protocol.worker_report import (
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerFindings,
+    WorkerReport,
+    WorkerState,
+)
 from tests.support.membership_job import Job, change_leader, know, stop_at_boundary, training
 
 
@@ -418,7 +424,7 @@ def test_where_the_same_hosts_try_again_they_keep_their_axes_though_others_are_e
 def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():
     generation = lose(30.0).generation
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(generation), type=Generation) == generation
-    report = WorkerReport(plans=estimate(prepare_s=30.0))
+    report = WorkerReport(findings=WorkerFindings(plans=estimate(prepare_s=30.0)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=WorkerReport) == report
 
 

@@ -294,7 +294,7 @@ def measure_by_definition(state: MembershipState) -> int | None:
     copies = {
         host
         for host, status in state.hosts.items()
-        if host in members and status.worker is not None and status.worker.report.holds_state
+        if host in members and status.worker is not None and status.worker.report.held.holds_state
     }
     held = {host: {s.id: s for s in status.snapshots} for host, status in state.hosts.items()}
     committed = [s.id for kept in held.values() for s in kept.values() if s.phase is SnapshotPhase.COMMITTED]

@@ -94,10 +94,10 @@ def test_a_worker_that_leaves_its_world_for_a_seat_has_no_part_of_the_state_any_
         done=False,
         failure=None,
     )
-    assert protocol.report.part == part
+    assert protocol.report.held.part == part
     protocol, order, _ = try_take_order(handle_order(protocol, take_seat(2))[0])
     assert isinstance(order, TakeSeat)
-    assert protocol.report.part is None
+    assert protocol.report.held.part is None
 
 
 def test_a_world_that_is_ordered_again_while_it_trains_is_not_entered_again_after_the_boundary():
