@@ -87,7 +87,7 @@ def _show(text: str) -> None:
 
 def describe_members(generation: Generation) -> str:
     """Return how many hosts train, such as "3 hosts live"."""
-    count = len(generation.members)
+    count = len(generation.membership.members)
     return f"{count} host{'' if count == 1 else 's'} live"
 
 

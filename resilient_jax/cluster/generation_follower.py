@@ -233,15 +233,15 @@ class GenerationFollower:
         if isinstance(command, SendIntoWorld) and not command.is_newcomer:
             worker.send_order(FormWorld(generation=generation, host=host, relay_address=relay))
             return
-        newcomer = generation.find_newcomer(host, worker.incarnation)
+        newcomer = generation.membership.find_newcomer(host, worker.incarnation)
         assert newcomer is not None, "only newcomers take seats"
         worker.send_order(TakeSeat(generation=generation, host=host, seat=newcomer.seat, relay_address=relay))
 
     async def _relay_to(self, generation: Generation) -> str:
         # To a service that has ended workers stay connected: with their connection they would end.
-        if self._relay is None or generation.service_address not in {"", self._relay.service}:
+        if self._relay is None or generation.membership.service_address not in {"", self._relay.service}:
             credentials = self._context.settings.credentials
-            old, self._relay = self._relay, Relay(generation.service_address, credentials)
+            old, self._relay = self._relay, Relay(generation.membership.service_address, credentials)
             await self._relay.start()
             if old is not None:
                 # An attempt to connect that the worker abandoned exists until its timeout.

@@ -79,7 +79,7 @@ def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
     """
     if state.generation.phase is GenerationPhase.FINISHED or len(state.hosts) < max(min_hosts, 1):
         return []
-    return [member.host for member in state.generation.members if member.host not in state.hosts]
+    return [member.host for member in state.generation.membership.members if member.host not in state.hosts]
 
 
 async def note_host_loss(context: AgentContext, host: HostName, leader_token: Revision) -> None:

@@ -301,7 +301,9 @@ class Launcher:
         if self._interrupted and cut_short:
             message = "interrupted after training was done, while scripts still worked"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
-        trained = [] if self.view.generation is None else [m.host for m in self.view.generation.members]
+        trained = (
+            [] if self.view.generation is None else [m.host for m in self.view.generation.membership.members]
+        )
         killed = find_killed_scripts(codes, trained)
         for host, number in killed.items():
             self._on_line(f"{host}: {describe_missing(-number)}".encode())

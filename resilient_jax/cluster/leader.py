@@ -403,44 +403,37 @@ class _Term:
         self._known_revision = result.revision
         before, self._published = self._published, generation
         self._record_news(before, generation, state)
-        measured = {
-            "progress": generation.progress,
-            "losses_left": generation.losses_left,
-            "history": generation.history,
-            "decision": generation.decision,
-            "slowness": generation.slowness,
-        }
-        if before is not None and change_fields(before, **measured) == generation:
+        if before is not None and change_fields(before, record=generation.record) == generation:
             return  # only progress, redundancy or a decision to wait was recorded
         self._leader._log.record(
             EventKind.GENERATION_PHASE,
             generation=generation.number,
-            step=generation.step,
+            step=generation.state.step,
             phase=str(generation.phase),
-            change=str(generation.change),
-            hosts=len(generation.members),
+            change=str(generation.membership.change),
+            hosts=len(generation.membership.members),
             reason=generation.reason,
             token=self._token,
             revision=result.revision,
         )
-        if generation.hang and (before is None or before.number < generation.number):
+        if generation.failures.hang and (before is None or before.number < generation.number):
             self._decisions.record_hang(before, generation)
         for spare in list_used(before, state):
             self._decisions.record_used(spare, generation)
-        if generation.state_loss is not None and (
-            before is None or generation.state_loss != before.state_loss
+        if generation.state.state_loss is not None and (
+            before is None or generation.state.state_loss != before.state.state_loss
         ):
-            self._decisions.record_state_loss(generation, generation.state_loss)
+            self._decisions.record_state_loss(generation, generation.state.state_loss)
         if is_over:
             await self._let_records_expire(lease)
 
     def _record_news(self, before: Generation | None, generation: Generation, state: MembershipState) -> None:
         """Record what is new in a generation that may be known already."""
-        if generation.losses_left != (before.losses_left if before is not None else None):
+        if generation.record.losses_left != (before.record.losses_left if before is not None else None):
             self._decisions.record_redundancy(state)
         self._decisions.tell_of_unsaved(before, dataclasses.replace(state, generation=generation))
-        old = (before.decision, before.slowness.decision) if before is not None else ()
-        for decision in (generation.decision, generation.slowness.decision):
+        old = (before.record.decision, before.record.slowness.decision) if before is not None else ()
+        for decision in (generation.record.decision, generation.record.slowness.decision):
             if decision is not None and decision not in old:
                 self._decisions.record_decision(generation, decision)
 

@@ -66,7 +66,7 @@ def order_standby(
     """Return what a generation, which is not older than another that was read, means for the host's standby."""
     if generation.phase is GenerationPhase.FINISHED:
         return (DismissStandby(),)
-    if generation.find_newcomer(host, standby.incarnation) is None:
+    if generation.membership.find_newcomer(host, standby.incarnation) is None:
         return (OrderStandby(Quiesce(generation=generation.number, reason="it has no seat")),)
     return (SendStandbyToSeat(generation),) if generation.phase is GenerationPhase.ACTIVE else ()
 
@@ -94,11 +94,11 @@ def _can_take_over(worker: WorkerView, standby: WorkerView) -> bool:
 
 def _has_missed_seat(generation: Generation, standby: WorkerView, host: HostName) -> bool:
     """Return whether a standby has tried to take the seat that it was given, and is not in the world."""
-    newcomer = generation.find_newcomer(host, standby.incarnation)
+    newcomer = generation.membership.find_newcomer(host, standby.incarnation)
     report = standby.report
     if newcomer is None or report.state is not WorkerState.IDLE:
         return False
     return (
-        report.place.seat == SeatId(generation.world, newcomer.seat)
-        and report.place.world != generation.world
+        report.place.seat == SeatId(generation.membership.world, newcomer.seat)
+        and report.place.world != generation.membership.world
     )

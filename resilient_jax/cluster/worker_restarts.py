@@ -22,7 +22,8 @@ class NotedErrors:
     def read(self, generation: Generation) -> None:
         """Take in what a generation says."""
         noted = max(
-            (one.incarnation for one in generation.raised if one.host == self._host), default=self._noted
+            (one.incarnation for one in generation.failures.raised if one.host == self._host),
+            default=self._noted,
         )
         if noted > self._noted:
             self._noted = noted

@@ -64,7 +64,9 @@ class CompilationMonitor:
 
     def begin_generation(self, generation: Generation) -> None:
         """Reset the counts, and fetch from the members of a new generation."""
-        peers = [ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.members if m.endpoint]
+        peers = [
+            ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.membership.members if m.endpoint
+        ]
         self._fetcher.begin_generation(generation.number, peers)
         with self._lock:
             self._seconds = self._compiled_s = 0.0

@@ -86,10 +86,10 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
-    if {member.host for member in generation.members} != set(hosts):
+    if {member.host for member in generation.membership.members} != set(hosts):
         return False
     by_host = {status.host: status for status in report.hosts}
-    for member in generation.members:
+    for member in generation.membership.members:
         status = by_host.get(member.host)
         worker = status.worker if status is not None else None
         if (

@@ -33,10 +33,10 @@ class Disruption:
 def find_disruption(state: MembershipState) -> Disruption | None:
     """Return why the members cannot continue as they are; None if they can."""
     generation = state.generation
-    lost = [m.host for m in generation.members if find_worker(state, m) is None]
+    lost = [m.host for m in generation.membership.members if find_worker(state, m) is None]
     if lost:
         return Disruption(f"lost {join_names(lost)}")
-    for member, worker in zip(generation.members, list_live_workers(state), strict=True):
+    for member, worker in zip(generation.membership.members, list_live_workers(state), strict=True):
         if (disruption := find_disruption_by(generation, member, worker)) is not None:
             return disruption
     cliques_pending = generation.phase is GenerationPhase.FORM or (
@@ -62,7 +62,9 @@ def find_disruption_by(generation: Generation, member: Member, worker: WorkerSta
             f"{member.host} could not read the snapshot",
             member.host,
             failure.text,
-            unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
+            unreadable_snapshot=generation.state.snapshot.id
+            if generation.state.snapshot is not None
+            else None,
         )
     if failure is not None and not is_old and failure.kind is WorkerFailureKind.CORRUPTION:
         return Disruption(failure.text, member.host, failure.text)
@@ -77,6 +79,6 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
     if report.is_done or report.state is not WorkerState.IDLE:
         return False
     at_boundary = (
-        generation.phase is GenerationPhase.BOUNDARY and report.held.step == generation.boundary_step
+        generation.phase is GenerationPhase.BOUNDARY and report.held.step == generation.planned.boundary_step
     )
     return generation.phase is not GenerationPhase.FORM and not at_boundary

@@ -36,19 +36,19 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
     # Before any of them is left out, for only that one may know it.
     doubted = doubt_newer_states(state, number) or generation
     members = list_survivors(state) if members is None else members
-    no_member_died = members == generation.members
+    no_member_died = members == generation.membership.members
     # The members' own steps: one that only a dead host committed would count as progress forever.
-    made_progress = any(w.report.held.step > generation.step for w in list_live_workers(state))
+    made_progress = any(w.report.held.step > generation.state.step for w in list_live_workers(state))
     # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
-    attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
-    before = generation.suspects if attempts > 1 else ()
+    attempts = (1 if made_progress else generation.failures.attempts + 1) if no_member_died else 0
+    before = generation.failures.suspects if attempts > 1 else ()
     suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
     return change_fields(
         doubted,
         number=number,
         phase=GenerationPhase.QUIESCE,
         members=members,
-        unreadable_snapshots=generation.unreadable_snapshots
+        unreadable_snapshots=generation.state.unreadable_snapshots
         + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary_step=None,
         ends_job=False,
@@ -61,7 +61,7 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
         are_parts_doubtful=doubt_parts(state, attempts, is_explained=why.is_explained),
         failed_host=why.failed_host,
         suspects=suspects,
-        taken_out=generation.taken_out if attempts > 1 else None,
+        taken_out=generation.failures.taken_out if attempts > 1 else None,
         failure_text=why.failure_text,
         reason=why.reason,
         hang="",
@@ -82,7 +82,7 @@ def break_off(
     left = quiesce(state, why, members)
     if not config.replaces_workers:
         return left
-    if have_last_copy(state, left, left.members):
+    if have_last_copy(state, left, left.membership.members):
         kept = (
             f"{left.reason}; workers that are left are not replaced: no snapshot has the state that they have"
         )

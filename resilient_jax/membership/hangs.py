@@ -47,7 +47,7 @@ def find_hang(state: MembershipState) -> Hang | None:
         return None
     overdue: dict[HostName, OverdueTask] = {}
     num_idle = 0
-    for member in generation.members:
+    for member in generation.membership.members:
         worker = find_worker(state, member)
         if worker is None:
             return None

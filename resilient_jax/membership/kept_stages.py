@@ -41,7 +41,7 @@ def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus
 def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[HostName, ...]:
     """Return the hosts of all replicas in their order, as before the loss; empty: no member that is left says it."""
     reported = (part.order for part in _list_newest_parts(kept) if part.order)
-    return generation.stage_hosts or next(reported, ())
+    return generation.shape.stage_hosts or next(reported, ())
 
 
 def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
@@ -53,12 +53,12 @@ def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
     generation = state.generation
     # In one that is aborted while it forms, blocks have not moved yet.
     if generation.phase in (GenerationPhase.QUIESCE, GenerationPhase.FORM):
-        return generation.earlier_stage_hosts
+        return generation.shape.earlier_stage_hosts
     has_parts = any(worker.report.held.part is not None for worker in list_live_workers(state))
-    if not has_parts and not generation.earlier_stage_hosts:
+    if not has_parts and not generation.shape.earlier_stage_hosts:
         return ()
-    hosts = generation.stage_hosts or tuple(member.host for member in generation.members)
-    return (*generation.earlier_stage_hosts, hosts)[-MAX_GROUPS:]
+    hosts = generation.shape.stage_hosts or tuple(member.host for member in generation.membership.members)
+    return (*generation.shape.earlier_stage_hosts, hosts)[-MAX_GROUPS:]
 
 
 def note_stage_hosts(
@@ -90,13 +90,15 @@ def _list_stage_hosts(
         formed.number,
     ):
         return decision.stage_hosts
-    members = {member.host for member in formed.members}
-    return before.stage_hosts if members == set(before.stage_hosts) else ()
+    members = {member.host for member in formed.membership.members}
+    return before.shape.stage_hosts if members == set(before.shape.stage_hosts) else ()
 
 
 def list_absent(generation: Generation) -> tuple[HostName, ...]:
     """Return the hosts whose stages are kept."""
-    return tuple(host for host in generation.stage_hosts if generation.find_member(host) is None)
+    return tuple(
+        host for host in generation.shape.stage_hosts if generation.membership.find_member(host) is None
+    )
 
 
 def _list_newest_parts(kept: Iterable[HostStatus]) -> list[StatePart]:

@@ -24,8 +24,8 @@ def find_left(state: MembershipState, after: Generation) -> dict[HostName, LossC
     """Return the members that leave after a notice when `after` is formed; none that is in quarantine."""
     return {
         member.host: LossCause.NOTICE
-        for member in state.generation.members
-        if after.find_member(member.host) is None and has_notice(state, member.host)
+        for member in state.generation.membership.members
+        if after.membership.find_member(member.host) is None and has_notice(state, member.host)
     }
 
 
@@ -41,7 +41,7 @@ def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
         return LossCause.NOTICE
     if status is None:
         return LossCause.HOST
-    member, worker = state.generation.find_member(host), status.worker
+    member, worker = state.generation.membership.find_member(host), status.worker
     if member is not None and member.incarnation == status.devices.ended_for_return:
         return None
     # 0: all.

@@ -140,14 +140,16 @@ class MembershipMachine:
         generation, tally = self._state.generation, self._tally
         if generation.phase is not GenerationPhase.ACTIVE:
             return False
-        if (generation.state_loss, generation.trusted_step, generation.separated) != (None, None, ()) or (
-            generation.snapshot is not None and tally.is_snapshot_released()
-        ):
+        if (generation.state.state_loss, generation.state.trusted_step, generation.failures.separated) != (
+            None,
+            None,
+            (),
+        ) or (generation.state.snapshot is not None and tally.is_snapshot_released()):
             return True
-        if tally.count_losses_left() != generation.losses_left:
+        if tally.count_losses_left() != generation.record.losses_left:
             return True
-        is_due = generation.progress == 0 or waited_s >= self._config.progress_interval_s
-        return is_due and tally.find_recoverable_step() > generation.progress
+        is_due = generation.record.progress == 0 or waited_s >= self._config.progress_interval_s
+        return is_due and tally.find_recoverable_step() > generation.record.progress
 
     def _decide(self, now: float) -> tuple[MembershipCommand, ...]:
         state, commands = decide(self._state, now, self._config)
@@ -181,7 +183,7 @@ def apply_progress(hosts: Mapping[HostName, HostStatus], event: HostProgressed) 
 def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[object, ...]:
     """Return what may lead to a change of members while all members train, beside what is counted."""
     worker, standby = status.worker, status.standby
-    member = generation.find_member(status.host)
+    member = generation.membership.find_member(status.host)
     trains = worker is not None and member is not None and worker.incarnation == member.incarnation
     read: object = worker
     if worker is not None and trains:

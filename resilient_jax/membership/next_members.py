@@ -43,7 +43,7 @@ def expect_members(
         copy_timeout_s: after this time the members pause, whether all have their copies or not.
     """
     # Those that leave, too: all members have to hold the pause, or none.
-    workers = [find_worker(state, member) for member in state.generation.members]
+    workers = [find_worker(state, member) for member in state.generation.membership.members]
     if not all(worker is not None and worker.report.held.part is not None for worker in workers):
         return None
     parts = [status.worker.report.held.part for status in kept if status.worker is not None]
@@ -73,7 +73,7 @@ def limit_notice_copies_s(state: MembershipState, now: float, config: Membership
 
 def is_wait_too_long_for(state: MembershipState, host: HostName) -> bool:
     """Return whether a member, in a pause that waits for copies, must leave before: by a notice or quarantine since."""
-    members, status = state.generation.next_members, state.hosts.get(host)
+    members, status = state.generation.planned.next_members, state.hosts.get(host)
     if members is None or status is None:
         return False
     # A new leader does not know when the notice came.

@@ -45,7 +45,7 @@ def plan_change(
         now: monotonic time in seconds.
     """
     generation = state.generation
-    decision, reason = generation.decision, _find_reason_to_change(state, now)
+    decision, reason = generation.record.decision, _find_reason_to_change(state, now)
     joining = [status for status in joiners if not awaits_seat(generation, status)]
     # In a change that must be, hosts that are ready join without a pause of their own.
     if reason is None and joining:
@@ -58,7 +58,7 @@ def plan_change(
             return change_fields(generation, decision=admission)
     if reason is None:
         return act_on_slow_host(state, config)
-    is_join = decision is not generation.decision
+    is_join = decision is not generation.record.decision
     ends_job = not joiners and have_all_notice(state) and saves_on_notice(state)
     members = _expect_members(state, is_join=is_join, now=now, config=config)
     pause = begin_pause(generation, reason, members, ends_job=ends_job)
@@ -79,7 +79,7 @@ def decide_in_pause(state: MembershipState) -> Generation | None:
         if w.report.generation == generation.number
     ]
     # A member that has not answered may be in any step, so no boundary can be chosen yet.
-    if len(limits) == len(generation.members) and None not in limits:
+    if len(limits) == len(generation.membership.members) and None not in limits:
         # The latest of the members' earliest steps: the furthest ahead cannot go back, and all others reach it.
         boundary = max(limit for limit in limits if limit is not None)
         return change_fields(
@@ -88,7 +88,7 @@ def decide_in_pause(state: MembershipState) -> Generation | None:
             boundary_step=boundary,
             parts_stay=_do_parts_stay(state),
         )
-    if any(is_wait_too_long_for(state, member.host) for member in generation.members):
+    if any(is_wait_too_long_for(state, member.host) for member in generation.membership.members):
         return change_fields(generation, next_members=None)
     return None
 
@@ -112,31 +112,33 @@ def _expect_members(
     """
     if is_join:
         return None
-    leaving = [state.hosts[m.host] for m in state.generation.members if is_draining(state, m.host)]
+    leaving = [state.hosts[m.host] for m in state.generation.membership.members if is_draining(state, m.host)]
     timeout_s = LEAVING_COPY_TIMEOUT_S if leaving else COPY_TIMEOUT_S
     if any(status.is_draining for status in leaving):
         timeout_s = limit_notice_copies_s(state, now, config)
     if not timeout_s:
         return None
-    speeds = state.generation.slowness.speeds
+    speeds = state.generation.record.slowness.speeds
     return expect_members(state, list_staying(state), speeds, config, timeout_s)
 
 
 def _find_reason_to_change(state: MembershipState, now: float) -> str | None:
     """Return why the members must change, whether hosts join or not; None: they need not."""
     staying = {status.host for status in list_staying(state)}
-    leaving = [m.host for m in state.generation.members if m.host in state.hosts and m.host not in staying]
+    leaving = [
+        m.host for m in state.generation.membership.members if m.host in state.hosts and m.host not in staying
+    ]
     if leaving:
         return f"{join_names(leaving)} got a notice to leave"
     if overdue := find_overdue(state, now):
-        decision = state.generation.decision
+        decision = state.generation.record.decision
         is_awaited = decision is not None and not set(overdue).isdisjoint(decision.awaited)
         is_or_are = "is" if len(overdue) == 1 else "are"
         why = "did not come back" if is_awaited else f"{is_or_are} not awaited"
         stages = "its stage is" if len(overdue) == 1 else "their stages are"
         return f"{join_names(overdue)} {why}: {stages} kept no longer, and layers are divided anew"
     if are_axes_overdue(state, now):
-        decision = state.generation.decision
+        decision = state.generation.record.decision
         awaited = join_names(decision.awaited) if decision is not None else ""
         why = f", and {awaited} did not come back" if awaited else ""
         return f"axes were kept long enough{why}: the best ones for these hosts follow"

@@ -56,12 +56,12 @@ def find_reach_report(generation: Generation, status: HostStatus) -> ReachReport
     report = status.reach
     if report is None or report.generation != generation.number or not report.unreached:
         return None
-    return report if generation.find_member(status.host) is not None else None
+    return report if generation.membership.find_member(status.host) is not None else None
 
 
 def find_separation(state: MembershipState, config: MembershipConfig) -> Separation | None:
     """Return which members cannot reach each other, and who leaves; None: all do, or a death may explain it."""
-    members = state.generation.members
+    members = state.generation.membership.members
     reports = {
         member.host: report
         for member in members

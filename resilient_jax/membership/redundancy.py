@@ -160,8 +160,8 @@ class RedundancyTally:
     def __init__(self, state: MembershipState) -> None:
         """Count all hosts; once more for each new generation, whose members the copies are."""
         self._state = state
-        self._members = {member.host: member for member in state.generation.members}
-        self._receivers = set(state.generation.receivers)
+        self._members = {member.host: member for member in state.generation.membership.members}
+        self._receivers = set(state.generation.state.receivers)
         self._shares: dict[HostName, _HostShare] = {}
         self._copies: collections.Counter[int] = collections.Counter()
         """How many hosts have a complete state of each step."""
@@ -211,7 +211,7 @@ class RedundancyTally:
         worker = find_worker(self._state, member) if member is not None else None
         if worker is None or not self._has_newest(host, worker):
             return _HostShare(snapshots=snapshots)
-        report, is_replaced = worker.report, not self._state.generation.keeps_workers
+        report, is_replaced = worker.report, not self._state.generation.membership.keeps_workers
         if report.held.holds_state:
             return _HostShare(report.held.step, None, snapshots, is_replaced)
         part = report.held.part if is_part_trusted(self._state.generation, report) else None

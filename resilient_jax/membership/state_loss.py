@@ -46,7 +46,7 @@ def decide_after_state_loss(
     state: MembershipState, hosts: Sequence[HostStatus], policy: StateLossPolicy
 ) -> StateLoss | JobOutcome:
     """Decide from which state these hosts resume, or how the job ends."""
-    trusted = state.generation.trusted_step
+    trusted = state.generation.state.trusted_step
     checkpoint = find_newest_checkpoint(hosts, trusted)
     step = max(
         find_newest_step(state), checkpoint or 0
@@ -70,7 +70,7 @@ def decide_after_state_loss(
 
 
 def _explain_doubt(state: MembershipState, trusted_step: int) -> str:
-    text = state.generation.failure_text
+    text = state.generation.failures.failure_text
     return f"states of more than {trusted_step} steps are in doubt{f' ({text})' if text else ''}"
 
 

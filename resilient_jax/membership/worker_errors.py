@@ -25,13 +25,13 @@ def find_error(generation: Generation, status: HostStatus) -> JobOutcome | None:
     if summarize_worker_error(worker).blame is not Blame.UNKNOWN:
         return None
     error = read_error(status)
-    is_known = any(one.host != error.host and one.is_same_error(error) for one in generation.raised)
+    is_known = any(one.host != error.host and one.is_same_error(error) for one in generation.failures.raised)
     return outcome if is_known else None
 
 
 def is_noted(generation: Generation, host: HostName, incarnation: Incarnation) -> bool:
     """Return whether the leader has noted the error of a worker, so that its host may start another."""
-    return any((one.host, one.incarnation) == (host, incarnation) for one in generation.raised)
+    return any((one.host, one.incarnation) == (host, incarnation) for one in generation.failures.raised)
 
 
 def read_error(status: HostStatus) -> RaisedError:

@@ -42,3 +42,19 @@ def change_fields(record: RecordT, /, **changes: object) -> RecordT:
     for part, values in by_part.items():
         own[part] = msgspec.structs.replace(own[part] if part in own else getattr(record, part), **values)
     return msgspec.structs.replace(record, **own)
+
+
+@functools.cache
+def find_types(record_type: type[msgspec.Struct]) -> Mapping[str, Any]:
+    """Return the type of each field of a record and of its parts, by name; parts themselves are none of them."""
+    types: dict[str, Any] = {}
+    for field in msgspec.structs.fields(record_type):
+        is_part = isinstance(field.type, type) and issubclass(field.type, RecordPart)
+        types |= find_types(field.type) if is_part else {field.name: field.type}
+    return types
+
+
+def read_field(record: msgspec.Struct, name: str) -> Any:  # noqa: ANN401 - of any type
+    """Return the value of a field of a record, or of one of its parts."""
+    part = find_parts(type(record)).get(name)
+    return getattr(record if part is None else getattr(record, part), name)

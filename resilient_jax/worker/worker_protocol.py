@@ -248,7 +248,7 @@ def _must_hold(state: WorkerProtocol, pause: Pause) -> bool:
 
 def get_seat(order: TakeSeat) -> SeatId:
     """Return the seat that a worker is to take."""
-    return SeatId(order.generation.world, order.seat)
+    return SeatId(order.generation.membership.world, order.seat)
 
 
 # The main thread between generations.
@@ -291,7 +291,7 @@ def try_take_order(
             is_compiling=False,
             # A receiver gives up what it has for what it is sent.
             part=state.report.held.part
-            if form.generation.is_state_in_parts and form.host not in form.generation.receivers
+            if form.generation.state.is_state_in_parts and form.host not in form.generation.state.receivers
             else None,
             snapshot=None,
             copied=None,

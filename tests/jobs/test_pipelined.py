@@ -198,7 +198,7 @@ def test_the_step_is_finished_without_a_coordination_service_and_a_new_world_fol
     broken.job.release()
     after = broken.wait_training(HOSTS, after_generation=before.number).generation
     assert after is not None
-    assert after.world > before.world
+    assert after.membership.world > before.membership.world
     events = [e for e in broken.job.read_events() if (e.generation or 0) > before.number]
     formed = {e.generation or 0: e.detail["change"] for e in events if e.kind is EventKind.WORLD_FORMED}
     reformed = min(number for number, change in formed.items() if change == "reform")

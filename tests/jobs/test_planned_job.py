@@ -266,7 +266,9 @@ def wait_estimated(job, generation, hosts):
         if now is None or now.number < generation or len(now.members) != hosts:
             return False
         workers = [host.worker for host in report.hosts if host.worker is not None]
-        plans = [worker.report.plans for worker in workers if worker.report.plans is not None]
+        plans = [
+            worker.report.findings.plans for worker in workers if worker.report.findings.plans is not None
+        ]
         return any(found.generation == now.number for found in plans)
 
     job.wait_report(f"estimates of generation {generation}", is_estimated, DEADLINE_S)
@@ -316,8 +318,9 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
             "the axes of four hosts, as the leader decided",
             lambda report: (
                 report.generation is not None
-                and len(report.generation.members) == 4
-                and report.generation.plan_axes[:1] == ((0, (("fsdp", 2), ("expert", 1), ("tensor", 1))),)
+                and len(report.generation.membership.members) == 4
+                and report.generation.shape.plan_axes[:1]
+                == ((0, (("fsdp", 2), ("expert", 1), ("tensor", 1))),)
             ),
             DEADLINE_S,
         )
@@ -436,7 +439,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
             wait_joining(job, "host-3", DEADLINE_S)
         joined = job.wait_report(
             "four hosts",
-            lambda report: report.generation is not None and len(report.generation.members) == 4,
+            lambda report: report.generation is not None and len(report.generation.membership.members) == 4,
             DEADLINE_S,
         )
         job.failpoints.release(last.name)
@@ -449,7 +452,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     assert second.startswith("join: score")
     assert "not possible" not in first + second, "to join with the best axes was another option"
     assert joined.generation is not None
-    assert joined.generation.plan_axes == ((0, (("fsdp", 1), ("expert", 1), ("tensor", 1))),)
+    assert joined.generation.shape.plan_axes == ((0, (("fsdp", 1), ("expert", 1), ("tensor", 1))),)
     for host in stay:
         assert plans_of(job, host) == ["replica 6", "replica 8"], "one replica a device, before and after"
     assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}

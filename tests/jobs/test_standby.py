@@ -81,7 +81,7 @@ def test_a_second_death_before_the_next_standby_is_ready_costs_an_ordinary_start
     promotions = len(list_events(shared, EventKind.WORKER_PROMOTED, VICTIM))
     before = shared.wait_training(HOSTS).generation
     assert before is not None
-    assert before.losses_left == 1
+    assert before.record.losses_left == 1
     shared.signal(JobComponent.WORKER, VICTIM, signal.SIGKILL)
     wait_until("an ordinary start", lambda: find_starting_pid(shared, VICTIM) not in (waiting.pid, None))
     pid = find_starting_pid(shared, VICTIM)

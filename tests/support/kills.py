@@ -24,11 +24,11 @@ def generation_of(report: JobReport) -> Generation:
 
 def followers(report: JobReport) -> list[HostName]:
     """Return the hosts that do not lead, in order of process index."""
-    return [m.host for m in generation_of(report).members if m.host != report.leader]
+    return [m.host for m in generation_of(report).membership.members if m.host != report.leader]
 
 
 def worker_0(report: JobReport) -> Victims:
-    return [(JobComponent.WORKER, generation_of(report).members[0].host)]
+    return [(JobComponent.WORKER, generation_of(report).membership.members[0].host)]
 
 
 def another_worker(report: JobReport) -> Victims:
@@ -76,7 +76,7 @@ def break_and_recover(
     """Send a signal to the victims while the job is at a place, and wait until all hosts train again."""
     report = tiny.wait_training(tiny.hosts)
     victims = choose(report)
-    everybody = [m.host for m in generation_of(report).members]
+    everybody = [m.host for m in generation_of(report).membership.members]
     broken = {report.leader if host == LEADER else host for _, host in victims}
     others = [host for host in everybody if host not in broken]
     match place:

@@ -80,7 +80,7 @@ class Job:
 
     @property
     def members(self) -> list[str]:
-        return [m.host for m in self.generation.members]
+        return [m.host for m in self.generation.membership.members]
 
     @property
     def phases(self) -> list[tuple[int, GenerationPhase]]:
@@ -152,7 +152,7 @@ class Job:
         assert new.worker is not None
         worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
         self.give(HostChanged(change_fields(new, worker=worker)))
-        if self.generation.find_newcomer(HostName(name), worker.incarnation) is not None:
+        if self.generation.membership.find_newcomer(HostName(name), worker.incarnation) is not None:
             self.take_seat(name)
 
     def take_seat(self, name: str) -> None:
@@ -189,19 +189,19 @@ class Job:
                 failure=None,
                 trusted_step=None,
                 entered=self.generation.number,
-                world=self.generation.world,
+                world=self.generation.membership.world,
                 seat=self.find_seat(name),
-                step=self.generation.step,
+                step=self.generation.state.step,
             )
 
     def find_seat(self, name: str) -> SeatId:
         """Return the seat of a member or newcomer."""
         host = HostName(name)
-        member = self.generation.find_member(host) or self.generation.find_newcomer(
+        member = self.generation.membership.find_member(host) or self.generation.membership.find_newcomer(
             host, self.worker_of(name).incarnation
         )
         assert member is not None
-        return SeatId(self.generation.world, member.seat)
+        return SeatId(self.generation.membership.world, member.seat)
 
     def train(self, step: int) -> None:
         for name in self.members:
@@ -238,7 +238,7 @@ def training(*names: str, step: int = 5, **config) -> Job:
 def know(job: Job, **seconds: float) -> None:
     """Have the job know the times of changes, as a leader that has measured them."""
     memory = job.state.memory
-    history = memory.unwritten or job.generation.history
+    history = memory.unwritten or job.generation.record.history
     for change, value in seconds.items():
         history = add_time(history, TimedChange(change), value)
     generation = change_fields(job.generation, history=history)
@@ -259,7 +259,7 @@ def stop_at_boundary(job: Job, step: int) -> None:
     for name in job.members:
         job.report(name, generation=job.generation.number, earliest_stop_step=step)
     assert job.phase is GenerationPhase.BOUNDARY
-    assert job.generation.boundary_step == step
+    assert job.generation.planned.boundary_step == step
     for name in job.members:
         job.report(name, state=WorkerState.IDLE, step=step, earliest_stop_step=step, has_formed=False)
 

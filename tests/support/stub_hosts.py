@@ -61,7 +61,7 @@ def change_report(status: HostStatus, **changes: object) -> HostStatus:
 def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
     """Return the status of a host whose worker has done what this generation asks for; the same if it is nothing."""
     status = change_fields(status, generation=generation.number)
-    member, number = generation.find_member(status.host), generation.number
+    member, number = generation.membership.find_member(status.host), generation.number
     if member is None:
         return status
     match generation.phase:
@@ -86,16 +86,16 @@ def _form(status: HostStatus, generation: Generation, member: Member) -> HostSta
         generation=generation.number,
         has_formed=True,
         has_finished_step=False,
-        world=generation.world,
-        seat=SeatId(generation.world, member.seat),
-        step=generation.step,
+        world=generation.membership.world,
+        seat=SeatId(generation.membership.world, member.seat),
+        step=generation.state.step,
     )
 
 
 def _finish_first_step(status: HostStatus, generation: Generation) -> HostStatus:
     if status.worker is not None and status.worker.report.place.has_finished_step:
         return status
-    step = max(status.progress.step, generation.step) + 1
+    step = max(status.progress.step, generation.state.step) + 1
     status = change_report(status, has_finished_step=True, holds_state=True, step=step)
     return change_fields(status, step=step)
 

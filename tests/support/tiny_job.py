@@ -271,10 +271,10 @@ def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> boo
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
-    if generation.number <= after_generation or len(generation.members) != hosts:
+    if generation.number <= after_generation or len(generation.membership.members) != hosts:
         return False
     by_host = {status.host: status for status in report.hosts}
-    workers = [by_host[m.host].worker for m in generation.members if m.host in by_host]
+    workers = [by_host[m.host].worker for m in generation.membership.members if m.host in by_host]
     return len(workers) == hosts and all(w is not None and w.report.place.has_finished_step for w in workers)
 
 

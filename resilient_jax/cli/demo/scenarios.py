@@ -290,7 +290,7 @@ def _measure_recovery(
 def _followers(report: JobReport) -> list[HostName]:
     """Return the members that do not lead."""
     assert report.generation is not None, "waited for"
-    return [member.host for member in report.generation.members if member.host != report.leader]
+    return [member.host for member in report.generation.membership.members if member.host != report.leader]
 
 
 def _is_protected(report: JobReport) -> bool:

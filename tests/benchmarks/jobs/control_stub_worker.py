@@ -78,12 +78,14 @@ class StubWorker:
             self._send(answer)
         match order:
             case FormWorld(generation=generation, host=host):
-                member = generation.find_member(host)
+                member = generation.membership.find_member(host)
                 assert member is not None, "only members form a world"
-                self._step = generation.step
-                seat = SeatId(generation.world, member.seat)
+                self._step = generation.state.step
+                seat = SeatId(generation.membership.world, member.seat)
                 self._apply(
-                    worker_protocol.report_formed(self._protocol, seat, generation.step, holds_state=True)
+                    worker_protocol.report_formed(
+                        self._protocol, seat, generation.state.step, holds_state=True
+                    )
                 )
             case TakeSeat():
                 self._apply(worker_protocol.report_seat(self._protocol, get_seat(order).world, None))

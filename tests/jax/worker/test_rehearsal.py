@@ -18,7 +18,7 @@ import resilient_jax as rj
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.failures import RehearsalFailed
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership, ResumedState
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import JobHistory
 from resilient_jax.protocol.worker_messages import TakeSeat
@@ -34,14 +34,17 @@ from resilient_jax.worker.world import World
 STEP = 7
 ORDER = TakeSeat(
     generation=Generation(
-        number=GenerationNumber(4), phase=GenerationPhase.ACTIVE, step=STEP, newcomers=(
-            Member(host=HostName("b"), incarnation=Incarnation(2), seat=Seat(4)),
+        number=GenerationNumber(4),
+        phase=GenerationPhase.ACTIVE,
+        state=ResumedState(step=STEP),
+        membership=Membership(
+            newcomers=(Member(host=HostName("b"), incarnation=Incarnation(2), seat=Seat(4)),)
         ),
     ),
     host=HostName("b"),
     seat=Seat(4),
     relay_address="",
-)  # fmt: skip
+)
 
 
 def run(train: Callable[[World], None], kept: list[KeptArrays] | None = None) -> bool:

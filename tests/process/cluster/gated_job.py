@@ -60,7 +60,7 @@ class GatedJob:
             return (
                 generation is not None
                 and generation.phase is GenerationPhase.ACTIVE
-                and sorted(member.host for member in generation.members) == sorted(hosts)
+                and sorted(member.host for member in generation.membership.members) == sorted(hosts)
             )
 
         wait_until(f"{hosts} train", train)

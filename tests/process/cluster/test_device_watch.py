@@ -26,7 +26,7 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, LeaderNotes, Member, Membership
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
 from resilient_jax.protocol.worker_report import HeldState, WorkerReport
@@ -50,7 +50,12 @@ def make_generation(phase: GenerationPhase, losses_left: int | None, *hosts: Hos
     members = tuple(
         Member(host=host, incarnation=Incarnation(1), seat=Seat(i)) for i, host in enumerate(hosts)
     )
-    return Generation(number=GenerationNumber(1), phase=phase, members=members, losses_left=losses_left)
+    return Generation(
+        number=GenerationNumber(1),
+        phase=phase,
+        membership=Membership(members=members),
+        record=LeaderNotes(losses_left=losses_left),
+    )
 
 
 class Host:

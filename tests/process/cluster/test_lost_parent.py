@@ -96,7 +96,7 @@ class FormingJob:
             return (
                 found is not None
                 and found.phase is GenerationPhase.ACTIVE
-                and len(found.members) == num_members
+                and len(found.membership.members) == num_members
             )
 
         wait_until(f"{num_members} hosts train", trains)
@@ -144,4 +144,4 @@ def test_a_parent_that_is_killed_costs_the_generation_of_its_own_loss(job: Formi
     after = job.wait_trains(NUM_HOSTS - 1).generation
     assert after is not None
     assert after.number <= 2
-    assert job.parent not in [member.host for member in after.members]
+    assert job.parent not in [member.host for member in after.membership.members]

@@ -18,7 +18,7 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import FailedAttempts, Generation, GenerationPhase, Member, Membership
 from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.record_parts import change_fields
@@ -59,7 +59,10 @@ class Knowledge:
             for seat, host in enumerate((HOST, OTHER))
         )
         self.generation = Generation(
-            number=NUMBER, phase=GenerationPhase.QUIESCE, members=members, attempts=1
+            number=NUMBER,
+            phase=GenerationPhase.QUIESCE,
+            membership=Membership(members=members),
+            failures=FailedAttempts(attempts=1),
         )
         self.status = WorkerStatus(incarnation=Incarnation(1), pid=1, report=WorkerReport(generation=NUMBER))
 

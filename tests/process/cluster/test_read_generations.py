@@ -9,7 +9,7 @@ import pytest
 from resilient_jax.cluster.generation_follower import read_generations
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, Seat
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
 from resilient_jax.protocol.generation_change import describe_change
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
@@ -38,7 +38,10 @@ def make_generation(num_hosts: int, number: int) -> Generation:
         for index in range(num_hosts)
     )
     return Generation(
-        number=GenerationNumber(number), phase=GenerationPhase.FORM, members=members, reason=f"{number}"
+        number=GenerationNumber(number),
+        phase=GenerationPhase.FORM,
+        membership=Membership(members=members),
+        reason=f"{number}",
     )
 
 

@@ -22,7 +22,13 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, Incarnation
-from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import (
+    FailedAttempts,
+    Generation,
+    GenerationPhase,
+    JobOutcome,
+    JobOutcomeKind,
+)
 from resilient_jax.protocol.host_status import StandbyState
 from resilient_jax.protocol.raised_error import RaisedError
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
@@ -132,7 +138,9 @@ async def running_agent(work: Path) -> "AsyncIterator[tuple[Agent, asyncio.Task[
 
 
 def make_generation(raised: RaisedError) -> Generation:
-    return Generation(number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, raised=(raised,))
+    return Generation(
+        number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, failures=FailedAttempts(raised=(raised,))
+    )
 
 
 def test_a_standby_is_the_worker_as_soon_as_the_threads_of_its_predecessor_have_ended(tmp_path: Path) -> None:

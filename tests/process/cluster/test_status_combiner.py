@@ -371,7 +371,7 @@ def test_a_job_forms_through_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
                 note_handed(monkeypatch, agent, handed)
             await job.start(job.agents[-1:])
             generation = await job.wait_trains()
-            assert len(generation.members) == NUM_HOSTS
+            assert len(generation.membership.members) == NUM_HOSTS
             assert {found.number for found in job.generations} == {generation.number}
             assert {agent.status.host for agent in job.agents[3:-1]} <= set(handed)
 
@@ -406,7 +406,7 @@ def test_a_parent_that_is_lost_while_a_job_forms_costs_no_generation(
                 monkeypatch.setattr(parent._combiner, "_write", write_for_ever)
             await job.start(job.agents[-1:])
             generation = await job.wait_trains()
-            assert len(generation.members) == NUM_HOSTS
+            assert len(generation.membership.members) == NUM_HOSTS
             assert {found.number for found in job.generations} == {generation.number}
             assert all(child.parent != endpoint for child in children)
 

@@ -15,7 +15,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.observed_job import JobEnded, JobObserver, JobTimeout, ObservedJob
 from resilient_jax.local_job.recovery import wait_training
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
 from resilient_jax.protocol.host_status import AgentStatus, HostStatus, WorkerStatus
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.protocol.worker_report import HeldState, TrainingProgress, WorkerReport, WorldPlace
@@ -61,7 +61,9 @@ def trained(step: int) -> JobReport:
         progress=TrainingProgress(step=step),
     )
     member = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
-    generation = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE, members=(member,))
+    generation = Generation(
+        number=GenerationNumber(1), phase=GenerationPhase.ACTIVE, membership=Membership(members=(member,))
+    )
     return JobReport(job="job", generation=generation, leader=HOST, hosts=(status,))
 
 

@@ -16,7 +16,15 @@ from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode, StoreUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.membership.redundancy import Redundancy
-from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind, Member
+from resilient_jax.protocol.generation import (
+    Generation,
+    GenerationPhase,
+    JobOutcome,
+    JobOutcomeKind,
+    LeaderNotes,
+    Member,
+    Membership,
+)
 from resilient_jax.protocol.host_status import (
     AgentStatus,
     CoordinationServiceStatus,
@@ -152,9 +160,11 @@ IDLE = WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=WorldId(3)))
 TRAINING = Generation(
     number=GenerationNumber(3),
     phase=GenerationPhase.ACTIVE,
-    world=WorldId(3),
-    members=(Member(host=HostName("host-1"), incarnation=Incarnation(3), seat=Seat(0)),),
-    spares=(HostName("host-2"),),
+    membership=Membership(
+        world=WorldId(3),
+        members=(Member(host=HostName("host-1"), incarnation=Incarnation(3), seat=Seat(0)),),
+        spares=(HostName("host-2"),),
+    ),
 )
 
 
@@ -194,7 +204,9 @@ def test_the_last_decision_is_a_line_and_is_not_parsed_as_markup():
     decision = RecoveryDecision(
         action=RecoveryAction.SHRINK, number=GenerationNumber(7), reason="the job goes on: [3] hosts"
     )
-    generation = Generation(number=GenerationNumber(7), phase=GenerationPhase.ACTIVE, decision=decision)
+    generation = Generation(
+        number=GenerationNumber(7), phase=GenerationPhase.ACTIVE, record=LeaderNotes(decision=decision)
+    )
     shown = io.StringIO()
     status.print_report(
         Console(file=shown, width=200), msgspec.structs.replace(REPORT, generation=generation)

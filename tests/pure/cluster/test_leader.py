@@ -213,7 +213,10 @@ def test_the_next_leader_goes_on_from_what_is_stored_and_no_number_is_given_twic
             assert new.count(EventKind.LEADER_ELECTED) == 1
             assert after.phase is GenerationPhase.ACTIVE
             assert after.number > before.number
-            assert {member.host for member in after.members} == {make_host_name(1), make_host_name(2)}
+            assert {member.host for member in after.membership.members} == {
+                make_host_name(1),
+                make_host_name(2),
+            }
             leading[1].cancel()
             answering.cancel()
 
@@ -288,7 +291,10 @@ def test_a_leader_in_quarantine_resigns_and_leads_again_only_after_it_or_alone()
             assert await find_leader() == make_host_name(1)
             assert (old.count(EventKind.LEADER_ELECTED), old.count(EventKind.LEADER_RESIGNED)) == (1, 1)
             generation = decode_record(await read_record(store, GENERATION_KEY), Generation)
-            assert {member.host for member in generation.members} == {make_host_name(1), make_host_name(2)}
+            assert {member.host for member in generation.membership.members} == {
+                make_host_name(1),
+                make_host_name(2),
+            }
             # Nobody else is there: it leads, as a job without a leader would end.
             leading[1].cancel()
             for index in (1, 2):
@@ -313,7 +319,7 @@ def test_a_job_that_was_interrupted_begins_anew_with_the_hosts_that_start_after_
                 leading = Candidate(store, clock, hosts, 0).campaign(lease)
                 await asyncio.sleep(SETTLED_S)
                 active = decode_record(await read_record(store, GENERATION_KEY), Generation)
-                assert (active.phase, len(active.members)) == (GenerationPhase.ACTIVE, 3)
+                assert (active.phase, len(active.membership.members)) == (GenerationPhase.ACTIVE, 3)
                 for index in range(3):
                     await hosts.notify(make_host_name(index))
                 await asyncio.sleep(SETTLED_S)

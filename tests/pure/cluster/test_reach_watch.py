@@ -4,7 +4,7 @@ import pytest
 
 from resilient_jax.cluster.reach_watch import MAX_MEMBERS, PATIENCE_S, choose_members, must_look
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import FailedAttempts, Generation, GenerationPhase, Member, Membership
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.worker_report import WorkerReport, WorldPlace
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
@@ -26,7 +26,12 @@ def make_generation(phase: GenerationPhase, count: int = 3, attempts: int = 0) -
         Member(host=HostName(f"h{seat}"), incarnation=Incarnation(1), seat=Seat(seat), endpoint=f"h{seat}:1")
         for seat in range(count)
     )
-    return Generation(number=NUMBER, phase=phase, members=members, attempts=attempts)
+    return Generation(
+        number=NUMBER,
+        phase=phase,
+        membership=Membership(members=members),
+        failures=FailedAttempts(attempts=attempts),
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_in_turn_it_looks_at_all_and_two_hosts_at_each_other_in_the_same_turn(co
     generation = make_generation(GenerationPhase.FORM, count)
     num_turns = -(-(count - 1) // MAX_MEMBERS)
     turns: dict[frozenset[HostName], list[int]] = {}
-    for member in generation.members:
+    for member in generation.membership.members:
         seen: set[HostName] = set()
         for number in range(num_turns):
             chosen = [other.host for other in choose_members(generation, member.host, number)]
@@ -75,7 +80,7 @@ def test_in_turn_it_looks_at_all_and_two_hosts_at_each_other_in_the_same_turn(co
             seen |= set(chosen)
             for host in chosen:
                 turns.setdefault(frozenset((member.host, host)), []).append(number)
-        assert seen == {other.host for other in generation.members} - {member.host}
+        assert seen == {other.host for other in generation.membership.members} - {member.host}
     apart = [numbers for numbers in turns.values() if len(set(numbers)) != 1]
     # The last place of a turn has one of two hosts that are as far away.
     assert len(apart) <= count * (num_turns - 1)

@@ -26,6 +26,8 @@ from resilient_jax.protocol.generation import (
     JobOutcome,
     JobOutcomeKind,
     Member,
+    Membership,
+    PlannedBoundary,
     SeatId,
 )
 from resilient_jax.protocol.worker_messages import Quiesce
@@ -53,10 +55,10 @@ def make_generation(number: int, phase: GenerationPhase, *, is_given_seat: bool 
     return Generation(
         number=GenerationNumber(number),
         phase=phase,
-        world=WORLD,
-        members=(ME, OTHER),
-        newcomers=(STANDBY,) if is_given_seat else (),
-        boundary_step=3 if phase is GenerationPhase.BOUNDARY else None,
+        membership=Membership(
+            world=WORLD, members=(ME, OTHER), newcomers=(STANDBY,) if is_given_seat else ()
+        ),
+        planned=PlannedBoundary(boundary_step=3 if phase is GenerationPhase.BOUNDARY else None),
         outcome=JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
         if phase is GenerationPhase.FINISHED
         else None,

@@ -57,7 +57,9 @@ def answer(job: Job, name: str) -> None:
             step = job.worker_of(name).report.held.step + 1
             job.report(name, generation=generation.number, earliest_stop_step=step)
         case GenerationPhase.BOUNDARY:
-            job.report(name, state=WorkerState.IDLE, step=generation.boundary_step or 0, has_formed=False)
+            job.report(
+                name, state=WorkerState.IDLE, step=generation.planned.boundary_step or 0, has_formed=False
+            )
         case GenerationPhase.FORM if is_member:
             job.form(name)
         case GenerationPhase.ACTIVE if is_member:
@@ -99,8 +101,12 @@ def report_anything(job: Job, name: str, chance: random.Random) -> None:
     changes = [
         {"state": chance.choice(list(WorkerState))},
         {"generation": near},
-        {"world": chance.choice((None, generation.world))},
-        {"seat": SeatId(generation.world, type(generation.next_seat)(chance.randrange(8)))},
+        {"world": chance.choice((None, generation.membership.world))},
+        {
+            "seat": SeatId(
+                generation.membership.world, type(generation.membership.next_seat)(chance.randrange(8))
+            )
+        },
         {"step": chance.randrange(8)},
         {"holds_state": chance.random() < 0.5},
         {"snapshot": snapshot(chance.randrange(3, 6), NAMES).id},
@@ -186,14 +192,14 @@ def test_a_snapshot_is_released_by_the_first_report_of_a_newer_one():
     job.form()
     for name in "acd":
         job.report(name, has_finished_step=True, step=6)
-    assert job.generation.snapshot is not None, "b's server has a part of it, and b does not train"
+    assert job.generation.state.snapshot is not None, "b's server has a part of it, and b does not train"
     newer = snapshot(6, "acd", generation=job.generation.number)
     keep(job, "acd", newer)
-    assert job.generation.snapshot is not None
-    before = job.generation.losses_left
+    assert job.generation.state.snapshot is not None
+    before = job.generation.record.losses_left
     keep(job, "a", msgspec.structs.replace(newer, phase=SnapshotPhase.COMMITTED))
-    assert job.generation.snapshot is None
-    assert job.generation.losses_left == before, "nothing else was to be recorded"
+    assert job.generation.state.snapshot is None
+    assert job.generation.record.losses_left == before, "nothing else was to be recorded"
 
 
 def count_applications(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol import generation_change
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, WorldChange
+from resilient_jax.protocol.generation import (
+    Generation,
+    GenerationPhase,
+    Member,
+    Membership,
+    ResumedState,
+    WorldChange,
+)
 from resilient_jax.protocol.generation_change import (
     AddedItems,
     GenerationChange,
@@ -37,11 +44,12 @@ def make_generation(num_hosts: int, number: int = 1) -> Generation:
     return Generation(
         number=GenerationNumber(number),
         phase=GenerationPhase.ACTIVE,
-        world=WorldId(1),
-        num_seats=num_hosts + 4,
-        members=members,
-        sources=tuple(StateSource(host=m.host, endpoint=m.endpoint) for m in members[:64]),
-        service_address="10.0.0.1:4000",
+        membership=Membership(
+            world=WorldId(1), num_seats=num_hosts + 4, members=members, service_address="10.0.0.1:4000"
+        ),
+        state=ResumedState(
+            sources=tuple(StateSource(host=m.host, endpoint=m.endpoint) for m in members[:64])
+        ),
     )
 
 
@@ -56,7 +64,7 @@ def lose(before: Generation, index: int, phase: GenerationPhase = GenerationPhas
         number=GenerationNumber(before.number + 1),
         phase=phase,
         change=WorldChange.SHRINK,
-        members=(*before.members[:index], *before.members[index + 1 :]),
+        members=(*before.membership.members[:index], *before.membership.members[index + 1 :]),
         reason=f"lost host-{index:05}",
     )
 
@@ -141,7 +149,7 @@ def test_a_change_that_was_damaged_is_not_applied():
 @given(st.randoms(use_true_random=False))
 def test_any_change_of_any_list_is_applied_as_it_was_described(chance: random.Random):
     before = make_generation(300)
-    members = list(before.members)
+    members = list(before.membership.members)
     for _ in range(chance.randrange(6)):
         index = chance.randrange(len(members))
         match chance.randrange(4):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership, SeatId
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.state_records import NextMembers, StatePart
 from resilient_jax.protocol.worker_messages import (
@@ -41,7 +41,9 @@ def handle_order(protocol: WorkerProtocol, order: HandledOrder, now_s: float = 0
 
 
 def make_generation(number: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
-    generation = Generation(number=GenerationNumber(number), phase=phase, world=WorldId(number))
+    generation = Generation(
+        number=GenerationNumber(number), phase=phase, membership=Membership(world=WorldId(number))
+    )
     if phase is GenerationPhase.FORM:
         return change_fields(generation, members=(MEMBER,))
     return change_fields(generation, newcomers=(MEMBER,))
