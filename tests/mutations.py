@@ -93,8 +93,8 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/rules.py",
-        "if not (worker.report.has_formed and worker.report.generation == generation.number)",
-        "if not worker.report.has_formed",
+        "if not (worker.report.place.has_formed and worker.report.generation == generation.number)",
+        "if not worker.report.place.has_formed",
         "a member that has formed another generation counts as formed",
     ),
     Mutation(
@@ -128,7 +128,7 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/facts.py",
-        "        if host not in state.generation.separated\n        for s in status.services",
+        "        if host not in state.generation.failures.separated\n        for s in status.services",
         "        for s in status.services",
         "members go on with the coordination service of a host that some of them cannot reach",
     ),
@@ -156,14 +156,14 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/rules.py",
-        "if generation.members and all(w.report.is_done for w in list_live_workers(state)):",
-        "if generation.members and any(w.report.is_done for w in list_live_workers(state)):",
+        "if generation.membership.members and all(w.report.is_done for w in list_live_workers(state)):",
+        "if generation.membership.members and any(w.report.is_done for w in list_live_workers(state)):",
         "the job is over when one host is done",
     ),
     Mutation(
         "membership",
         "membership/generation_end.py",
-        "attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0",
+        "attempts = (1 if made_progress else generation.failures.attempts + 1) if no_member_died else 0",
         "attempts = 0",
         "failures that no death explains are retried for ever",
     ),
@@ -205,8 +205,8 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/world_formation.py",
-        "            if w.report.step == step\n",
-        "            if w.report.step >= step - 1\n",
+        "            if w.report.held.step == step\n",
+        "            if w.report.held.step >= step - 1\n",
         "a host with an older state serves it to those that join",
     ),
     Mutation(
@@ -233,15 +233,15 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/world_formation.py",
-        "if is_newcomer_alive(state, newcomer) and generation.find_member(newcomer.host) != newcomer",
-        "if generation.find_member(newcomer.host) != newcomer",
+        "if is_newcomer_alive(state, newcomer) and generation.membership.find_member(newcomer.host) != newcomer",
+        "if generation.membership.find_member(newcomer.host) != newcomer",
         "a seat is kept for a worker that is dead",
     ),
     Mutation(
         "membership",
         "membership/world_formation.py",
-        "next_seat=Seat(generation.next_seat + len(given)),",
-        "next_seat=generation.next_seat,",
+        "next_seat=Seat(generation.membership.next_seat + len(given)),",
+        "next_seat=generation.membership.next_seat,",
         "a seat is given to two workers",
     ),
     Mutation(
@@ -878,8 +878,8 @@ MUTATIONS: Final = (
     Mutation(
         "program",
         "cluster/script_admission.py",
-        "other.agent_id == job.agent_id or other.program == job.program",
-        "other.agent_id == job.agent_id",
+        "other.agent.id == job.agent_id or other.program == job.program",
+        "other.agent.id == job.agent_id",
         "a program is forgotten with the host that began it",
     ),
     Mutation(

@@ -59,7 +59,7 @@ from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_address
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl

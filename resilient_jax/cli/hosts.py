@@ -21,11 +21,11 @@ from resilient_jax.cluster.host_devices import HOW_TO_KNOW
 from resilient_jax.cluster.job_report import CONNECT_TIMEOUT_S, make_credentials
 from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine, write_quarantine
 from resilient_jax.cluster.run_directory import JobContact
-from resilient_jax.cluster.stored_records import decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_hosts_prefix
 from resilient_jax.store.interface import Store
 from resilient_jax.store.store_access import make_store_access
@@ -163,7 +163,7 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
         CallerError: the job has no such host, the host no such device, or it does not know how many it has.
     """
     status = await _read_host(store, job, host)
-    num_devices = status.num_devices
+    num_devices = status.devices.num_devices
     if device >= num_devices:
         raise CallerError(
             f"hosts drain {host}:{device}: found no such device, expected a number below {num_devices}: the devices "
@@ -179,7 +179,7 @@ async def _drain_device(store: Store, job: JobName, host: HostName, device: int,
         reason=DRAINED,
         since_wall_s=now_s,
         until_wall_s=now_s + duration_s,
-        uuid=status.gpu_uuids[device] if status.gpu_uuids else "",
+        uuid=status.devices.gpu_uuids[device] if status.devices.gpu_uuids else "",
     )
     await write_device_quarantine(store, job, record)
     return (
@@ -192,9 +192,9 @@ async def _read_host(store: Store, job: JobName, host: HostName) -> HostStatus:
     stored = await store.get(make_host_key(job, host))
     if stored is None:
         _, found = await store.range(make_hosts_prefix(job))
-        known = ", ".join(sorted(decode_host_status(one).host for one in found)) or "none"
+        known = ", ".join(sorted(decode_record(one, HostStatus).host for one in found)) or "none"
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}")
-    return decode_host_status(stored)
+    return decode_record(stored, HostStatus)
 
 
 async def _drain(store: Store, job: JobName, host: HostName, duration_s: float) -> str:

@@ -25,7 +25,7 @@ from resilient_jax.cluster.job_report import (
 )
 from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import CallerError, OperatorError, PeerError
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.transport.channel import Channel
 
 PARTS = ", ".join(component.value for component in JobComponent)

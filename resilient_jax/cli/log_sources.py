@@ -13,7 +13,7 @@ from resilient_jax.cluster.agent_messages import ReadLog
 from resilient_jax.cluster.job_report import JobReport, make_credentials, read_job_report
 from resilient_jax.cluster.run_directory import HostLog, JobContact, find_logs, read_ended_job
 from resilient_jax.errors import CallerError, PeerError, StoreUnreachable
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.log_reader import LogPart, read_appended, read_last_lines
 from resilient_jax.transport.channel import Channel
 
@@ -199,6 +199,6 @@ def check_hosts(query: LogQuery, known: Collection[str]) -> None:
 def describe_silence(host: HostStatus, error: PeerError) -> str:
     """Return what to print about a host whose agent did not answer."""
     return (
-        f"host {host.host}: its agent (process {host.agent_pid}) did not answer: {error}. Look at that machine: the "
+        f"host {host.host}: its agent (process {host.agent.pid}) did not answer: {error}. Look at that machine: the "
         "agent may be dead, stopped or cut off; then the store drops it when its lease ends"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from resilient_jax.cluster.traceback_text import HEADING, shorten_traceback
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 
 MAX_HOSTS_SHOWN = 8
 """How many hosts are named that have the same error."""

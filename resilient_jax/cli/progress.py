@@ -8,7 +8,7 @@ from typing import Self
 
 from resilient_jax.cluster.job_view import JobView
 from resilient_jax.planning.recovery_score import describe_s
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.telemetry.metric_text import format_metrics
 from resilient_jax.telemetry.screen_output import print_bytes
 
@@ -73,7 +73,7 @@ class ProgressLine:
     def update(self, view: JobView) -> None:
         """Show the job's new progress, unless the line was drawn too recently."""
         now = time.monotonic()
-        self._text = describe_progress(view, self._rate.measure(view.step, now))
+        self._text = describe_progress(view, self._rate.measure(view.progress.step, now))
         interval_s = REDRAW_INTERVAL_S if self._on_terminal else LOG_INTERVAL_S
         if now - self._drawn_s < interval_s:
             return
@@ -87,7 +87,7 @@ def _show(text: str) -> None:
 
 def describe_members(generation: Generation) -> str:
     """Return how many hosts train, such as "3 hosts live"."""
-    count = len(generation.members)
+    count = len(generation.membership.members)
     return f"{count} host{'' if count == 1 else 's'} live"
 
 
@@ -112,8 +112,8 @@ def describe_progress(view: JobView, steps_per_s: float | None) -> str:
     generation = view.generation
     if generation is None:
         return "waiting for hosts"
-    words = describe_steps(view.step, view.num_steps, steps_per_s)
-    words += format_metrics(view.metrics)
+    words = describe_steps(view.progress.step, view.progress.num_steps, steps_per_s)
+    words += format_metrics(view.progress.metrics)
     words += [f"generation {generation.number}", describe_members(generation)]
     if generation.phase not in (GenerationPhase.ACTIVE, GenerationPhase.FINISHED):
         words.append(f"{generation.phase} ({generation.reason})")

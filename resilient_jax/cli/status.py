@@ -29,10 +29,12 @@ from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
 from resilient_jax.errors import StoreUnreachable
 from resilient_jax.membership.redundancy import Redundancy
-from resilient_jax.protocol.records import Generation, HostStatus, StandbyStatus, WorkerState
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus, StandbyStatus
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.slow_hosts import SlowHost
 from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.telemetry.metric_text import format_metrics
 
 WATCH_INTERVAL_S = 1.0
@@ -98,8 +100,10 @@ class _Screen:
         else:
             if self._is_redrawn:
                 self._console.clear()
-            newest = max(report.hosts, key=lambda host: host.step, default=None)
-            steps_per_s = self._rate.measure(newest.step, time.monotonic()) if newest is not None else None
+            newest = max(report.hosts, key=lambda host: host.progress.step, default=None)
+            steps_per_s = (
+                self._rate.measure(newest.progress.step, time.monotonic()) if newest is not None else None
+            )
             print_report(self._console, report, steps_per_s)
         sys.stdout.flush()
         self.has_shown = True
@@ -150,16 +154,16 @@ def _describe_standby(standby: StandbyStatus) -> str:
 
 def describe_spare(host: HostStatus, generation: Generation) -> str:
     """Return a description such as "spare, ready, 412 MiB: no part of the state"; empty for other hosts."""
-    if not host.is_spare and host.host not in generation.spares:
+    if not host.is_spare and host.host not in generation.membership.spares:
         return ""
     worker = host.worker
-    if generation.find_member(host.host) is not None:
+    if generation.membership.find_member(host.host) is not None:
         return "spare that takes part" if host.is_spare else ""
     if worker is None or not worker.is_alive:
         return "spare, without a worker"
     if worker.report.state is not WorkerState.IDLE:
         return "spare, getting ready"
-    how = "" if worker.report.world == generation.world else ", joins by a re-form"
+    how = "" if worker.report.place.world == generation.membership.world else ", joins by a re-form"
     memory = f", {worker.memory_mib} MiB" if worker.memory_mib else ""
     return f"spare, ready{how}{memory}: no part of the state"
 
@@ -212,14 +216,18 @@ def _print_generation(
     console: Console, report: JobReport, generation: Generation, steps_per_s: float | None
 ) -> None:
     console.print(
-        f"job {escape(report.job)}: generation {generation.number} ({generation.phase}, {generation.change}), "
-        f"world {generation.world}, {describe_members(generation)}, leader {report.leader}"
+        f"job {escape(report.job)}: generation {generation.number} ({generation.phase}, "
+        f"{generation.membership.change}), world {generation.membership.world}, "
+        f"{describe_members(generation)}, leader {report.leader}"
     )
-    newest = max(report.hosts, key=lambda host: host.step, default=None)
-    if newest is not None and newest.step:
-        words = describe_steps(newest.step, newest.num_steps, steps_per_s)
-        console.print(escape(" | ".join([*words, *format_metrics(newest.metrics)])))
-    for decision, about in ((generation.decision, ""), (generation.slowness.decision, " about slow hosts")):
+    newest = max(report.hosts, key=lambda host: host.progress.step, default=None)
+    if newest is not None and newest.progress.step:
+        words = describe_steps(newest.progress.step, newest.progress.num_steps, steps_per_s)
+        console.print(escape(" | ".join([*words, *format_metrics(newest.progress.metrics)])))
+    for decision, about in (
+        (generation.record.decision, ""),
+        (generation.record.slowness.decision, " about slow hosts"),
+    ):
         if decision is not None:
             console.print(escape("\n".join([describe_decision(decision, about), *list_options(decision)])))
 
@@ -243,15 +251,15 @@ def _make_table(report: JobReport) -> Table:
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
         table.add_column(name, overflow="fold")
     for host in report.hosts:
-        member = generation.find_member(host.host) if generation else None
+        member = generation.membership.find_member(host.host) if generation else None
         worker = host.worker
         table.add_row(
             host.host,
-            str(generation.members.index(member)) if generation and member else "-",
+            str(generation.membership.members.index(member)) if generation and member else "-",
             str(worker.report.state) if worker else "-",
             str(worker.incarnation) if worker else "-",
             str(worker.pid) if worker else "-",
-            str(host.step),
+            str(host.progress.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
             "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
             "\n".join(_list_notes(host, report)),
@@ -266,8 +274,9 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
     overdue = worker.report.overdue if worker else None
     notes += [f"overdue: {overdue.describe()}"] if overdue is not None else []
     notes += [slow.describe() for slow in _list_slow_hosts(report) if slow.host == host.host]
-    notes += [f"trains on {host.devices}"] if host.devices else []
-    notes += host.gpus  # beside what is slow: a throttled GPU is often why
+    used = host.devices.describe()
+    notes += [f"trains on {used}"] if used else []
+    notes += host.devices.gpus  # beside what is slow: a throttled GPU is often why
     spare = describe_spare(host, generation) if generation is not None else ""
     notes += [spare] if spare else []
     notes += [_describe_standby(host.standby)] if host.standby is not None else []
@@ -276,8 +285,8 @@ def _list_notes(host: HostStatus, report: JobReport) -> list[str]:
 
 def _list_slow_hosts(report: JobReport) -> tuple[SlowHost, ...]:
     """Return what the first host of the generation has found; what others did is of earlier generations."""
-    if report.generation is None or not report.generation.members:
+    if report.generation is None or not report.generation.membership.members:
         return ()
-    first = report.generation.members[0].host
+    first = report.generation.membership.members[0].host
     workers = [host.worker for host in report.hosts if host.host == first and host.worker is not None]
-    return workers[0].report.slow_hosts if workers else ()
+    return workers[0].report.findings.slow_hosts if workers else ()

@@ -38,13 +38,11 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.facts import owes_answer
 from resilient_jax.notices import list_handled_notices
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
     CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
     HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
 )
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
@@ -229,15 +227,16 @@ class Agent:
     # The status.
 
     def _make_status(self) -> HostStatus:
-        progress = self._supervisor.progress
         generation = self._follower.generation
         return HostStatus(
             host=self._settings.host,
-            agent_id=self._context.agent_id,
-            agent_pid=os.getpid(),
-            address=self._settings.address,
-            versions=self._settings.versions,
-            port=parse_address(self._server.address)[1],
+            agent=AgentStatus(
+                id=self._context.agent_id,
+                pid=os.getpid(),
+                address=self._settings.address,
+                versions=self._settings.versions,
+                port=parse_address(self._server.address)[1],
+            ),
             generation=generation.number if generation is not None else GenerationNumber(0),
             is_draining=self._follower.is_leaving,
             is_out_of_time=self._is_out_of_time,
@@ -249,15 +248,8 @@ class Agent:
             standby=self._supervisor.seat_standby.status or self._supervisor.standby.status,
             program=self._context.admission.program,
             changed_program=self._program.changed,
-            gpus=self._gpus.notes,
-            num_devices=self._context.devices.num_devices or 0,
-            num_used=self._context.devices.num_used,
-            standby_devices=self._context.devices.num_standby,
-            ended_for_return=self._context.devices.ended_for_return,
-            gpu_uuids=self._context.devices.uuids,
-            step=progress.step,
-            num_steps=progress.num_steps,
-            metrics=progress.metrics,
+            devices=self._context.devices.describe(self._gpus.notes),
+            progress=self._supervisor.progress,
             reach=self._reach.report,
         )
 
@@ -265,13 +257,10 @@ class Agent:
         self._registration.mark_changed()
 
     def _make_progress(self) -> HostProgress:
-        progress = self._supervisor.progress
         return HostProgress(
             host=self._settings.host,
             agent_id=self._context.agent_id,
-            step=progress.step,
-            num_steps=progress.num_steps,
-            metrics=progress.metrics,
+            progress=self._supervisor.progress,
             snapshots=self._snapshots.snapshots,
         )
 

@@ -9,7 +9,7 @@ from resilient_jax.cluster.agent_messages import READ_LOG, SEND_SIGNAL, SERVICE,
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import PeerError, PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.log_reader import LogPart
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials
@@ -35,7 +35,7 @@ async def call_agents(
     slots = asyncio.Semaphore(MAX_CALLS)
 
     async def call_one(host: HostStatus) -> AnswerT | PeerError:
-        async with slots, Channel(host.agent_endpoint, credentials) as channel:
+        async with slots, Channel(host.agent.endpoint, credentials) as channel:
             try:
                 return await call(channel, host)
             except PeerError as error:
@@ -64,7 +64,7 @@ async def send_signal(
     Raises:
         PeerError: the agent did not answer in time, or refused.
     """
-    request = SendSignal(agent_id=host.agent_id, component=component, is_stop=is_stop)
+    request = SendSignal(agent_id=host.agent.id, component=component, is_stop=is_stop)
     answers = channel.stream(SERVICE, SEND_SIGNAL, request, timeout_s=ANSWER_TIMEOUT_S)
     async with contextlib.aclosing(answers):
         async for answer in answers:

@@ -22,7 +22,7 @@ from resilient_jax.cluster.job_report import list_pids
 from resilient_jax.cluster.run_directory import make_log_path
 from resilient_jax.errors import PeerError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.log_reader import LogPart, read_appended, read_last_lines
 from resilient_jax.transport.server import Server
 
@@ -50,7 +50,7 @@ class _AgentService:
 
     async def send_signal(self, request: SendSignal) -> AsyncGenerator[SignalReceivers, None]:
         status = self._make_status()
-        if request.agent_id != status.agent_id:
+        if request.agent_id != status.agent.id:
             raise PeerError(
                 f"host {status.host}: found another agent at this address than the one that is meant; expected the one "
                 "that the store's record names. Try again: by now the store has the new record, or none"

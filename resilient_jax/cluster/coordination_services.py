@@ -15,7 +15,7 @@ from resilient_jax.cluster.child_process import SpawnedProcess, open_line_reader
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Seat, WorldId
-from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.host_status import CoordinationServiceStatus
 from resilient_jax.protocol.service_address import LOOPBACK, format_service_address
 from resilient_jax.telemetry.event_log import EventLog
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.port_probe import PortAnswer, ProbeLimits, probe_port
-from resilient_jax.cluster.stored_records import decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.errors import LeaseExpired, PeerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 
 MAX_CONNECTIONS = 32
@@ -58,7 +59,7 @@ class DeadHostFinder:
 
     async def _end_lease(self, host: HostName, agent_id: str) -> None:
         record = await self._context.store.get(make_host_key(self._context.settings.job, host))
-        if record is None or decode_host_status(record).agent_id != agent_id:
+        if record is None or decode_record(record, HostStatus).agent.id != agent_id:
             return  # another agent of that host, which has another port
         self._context.log.record(EventKind.HOST_FOUND_DEAD, dead=host)
         await self._context.store.revoke(record.lease)

@@ -13,7 +13,7 @@ from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.severities import Action
 from resilient_jax.membership.spare_hosts import list_unseated
 from resilient_jax.membership.state_loss import count_lost_steps, explain_state_loss
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.telemetry.event_log import EventLog
@@ -56,7 +56,7 @@ class DecisionLog:
         """Print, when the job has trained for a while, that a notice to all hosts would lose its steps, if so."""
         generation = state.generation
         # With the second record of progress: by then each worker has said whether it saves checkpoints.
-        has_trained = before is not None and 0 < before.progress < generation.progress
+        has_trained = before is not None and 0 < before.record.progress < generation.record.progress
         if self._is_saving_known or not has_trained or generation.phase is not GenerationPhase.ACTIVE:
             return
         self._is_saving_known = True
@@ -68,7 +68,7 @@ class DecisionLog:
         self._log.record(
             EventKind.RECOVERY_DECIDED,
             generation=decision.number,
-            step=generation.progress,
+            step=generation.record.progress,
             action=str(decision.action),
             reason=decision.reason,
             options="; ".join(option.describe() for option in decision.options),
@@ -78,30 +78,32 @@ class DecisionLog:
 
     def record_hang(self, before: Generation | None, generation: Generation) -> None:
         """Record and print what hangs, and what is done about it."""
-        trained = before.members if before is not None else ()
-        left_out = [member.host for member in trained if generation.find_member(member.host) is None]
-        is_left_out = generation.keeps_workers and bool(left_out)
+        trained = before.membership.members if before is not None else ()
+        left_out = [
+            member.host for member in trained if generation.membership.find_member(member.host) is None
+        ]
+        is_left_out = generation.membership.keeps_workers and bool(left_out)
         action = Action.RESTART_WORKER if left_out else Action.RETRY_IN_PLACE
         self._log.record(
             EventKind.HANG_NAMED,
             generation=generation.number,
-            step=generation.step,
-            hosts=", ".join(left_out) if is_left_out else generation.failed_host or "",
-            why=generation.hang,
+            step=generation.state.step,
+            hosts=", ".join(left_out) if is_left_out else generation.failures.failed_host or "",
+            why=generation.failures.hang,
             action=action.value,
         )
-        self._print_line(f"{generation.hang}; {action}")
+        self._print_line(f"{generation.failures.hang}; {action}")
 
     def record_used(self, spare: HostName, generation: Generation) -> None:
         """Record and print that a spare takes part."""
         self._log.record(
             EventKind.HOST_SPARE_USED,
             generation=generation.number,
-            step=generation.step,
+            step=generation.state.step,
             spare=spare,
-            change=str(generation.change),
+            change=str(generation.membership.change),
         )
-        self._print_line(f"{spare} spared, and takes part from step {generation.step} on")
+        self._print_line(f"{spare} spared, and takes part from step {generation.state.step} on")
 
     def record_unseated(self, state: MembershipState) -> None:
         """Record which spares have no seat, whenever there are others, and print what to do about it."""
@@ -109,7 +111,7 @@ class DecisionLog:
         if not self._unseated or self._unseated == before:
             return
         generation = state.generation
-        spares, seats = join_names(self._unseated), generation.num_seats
+        spares, seats = join_names(self._unseated), generation.membership.num_seats
         self._log.record(
             EventKind.HOST_SPARE_UNSEATED, generation=generation.number, spares=spares, seats=seats
         )

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.quarantine import require_leader
-from resilient_jax.cluster.stored_records import ENCODER, decode_device_quarantine
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
@@ -62,7 +62,7 @@ async def read_device_quarantine(
 ) -> tuple[DeviceQuarantineRecord, ...]:
     """Return the records of all devices of a host that are in quarantine; None: of all hosts."""
     _, found = await store.range(make_devices_prefix(job, host))
-    return tuple(decode_device_quarantine(record) for record in found)
+    return tuple(decode_record(record, DeviceQuarantineRecord) for record in found)
 
 
 async def clear_device_quarantine(store: Store, job: JobName, host: HostName, device: int) -> bool:
@@ -80,8 +80,8 @@ async def follow_device_quarantine(
     """Yield the records of a host's devices, and the revision, now and after each change, until the watch fails."""
     prefix = make_devices_prefix(job, host)
     revision, found = await store.range(prefix)
-    yield revision, tuple(decode_device_quarantine(record) for record in found)
+    yield revision, tuple(decode_record(record, DeviceQuarantineRecord) for record in found)
     async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
         async for _ in batches:
             now, found = await store.range(prefix)
-            yield now, tuple(decode_device_quarantine(record) for record in found)
+            yield now, tuple(decode_record(record, DeviceQuarantineRecord) for record in found)

@@ -48,14 +48,14 @@ from resilient_jax.cluster.standby_orders import (
     StandbyCommand,
     TakeOver,
 )
-from resilient_jax.cluster.stored_records import decode_change, decode_generation
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.events import EventKind
 from resilient_jax.ids import JobName, Revision
-from resilient_jax.protocol.generation_change import apply_change
-from resilient_jax.protocol.records import Generation, JobOutcome
+from resilient_jax.protocol.generation import Generation, JobOutcome
+from resilient_jax.protocol.generation_change import GenerationChange, apply_change
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat
 from resilient_jax.store.interface import PutEvent, Store
@@ -233,15 +233,15 @@ class GenerationFollower:
         if isinstance(command, SendIntoWorld) and not command.is_newcomer:
             worker.send_order(FormWorld(generation=generation, host=host, relay_address=relay))
             return
-        newcomer = generation.find_newcomer(host, worker.incarnation)
+        newcomer = generation.membership.find_newcomer(host, worker.incarnation)
         assert newcomer is not None, "only newcomers take seats"
         worker.send_order(TakeSeat(generation=generation, host=host, seat=newcomer.seat, relay_address=relay))
 
     async def _relay_to(self, generation: Generation) -> str:
         # To a service that has ended workers stay connected: with their connection they would end.
-        if self._relay is None or generation.service_address not in {"", self._relay.service}:
+        if self._relay is None or generation.membership.service_address not in {"", self._relay.service}:
             credentials = self._context.settings.credentials
-            old, self._relay = self._relay, Relay(generation.service_address, credentials)
+            old, self._relay = self._relay, Relay(generation.membership.service_address, credentials)
             await self._relay.start()
             if old is not None:
                 # An attempt to connect that the worker abandoned exists until its timeout.
@@ -282,7 +282,7 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
     """
     key = make_generation_key(job)
     revision, records = await store.range(key)
-    known = decode_generation(records[0]) if records else None
+    known = decode_record(records[0], Generation) if records else None
     if known is not None:
         yield known
     async with contextlib.aclosing(store.watch(make_change_key(job), Revision(revision + 1))) as batches:
@@ -290,8 +290,8 @@ async def read_generations(store: Store, job: JobName) -> AsyncGenerator[Generat
             for event in batch:
                 if not isinstance(event, PutEvent) or event.mod_revision <= revision:
                     continue  # of a record that was read since
-                known = apply_change(known, decode_change(event.key_value))
+                known = apply_change(known, decode_record(event.key_value, GenerationChange))
                 if known is None and (record := await store.get(key)) is not None:
-                    known, revision = decode_generation(record), record.mod_revision
+                    known, revision = decode_record(record, Generation), record.mod_revision
                 if known is not None:
                     yield known

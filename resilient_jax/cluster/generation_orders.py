@@ -39,14 +39,9 @@ from resilient_jax.cluster.standby_orders import (
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.membership.job_start import is_interrupted
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    JobOutcome,
-    WorkerState,
-    is_busy,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary, TakeStacks
+from resilient_jax.protocol.worker_report import WorkerState, is_busy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +246,7 @@ def _handle_for_worker(
         case RegistrationBegan(known):
             # A seat in a generation from before this host lost the store is void. Where the host is no member, the
             # generation may be changing just now, and admit the host.
-            has_seat = known is not None and known.find_member(config.host) is not None
+            has_seat = known is not None and known.membership.find_member(config.host) is not None
             void = known.number if known is not None and has_seat else None
             is_past = state.generation is None and known is not None and is_interrupted(known)
             past = known.number if known is not None and is_past else state.past
@@ -281,18 +276,18 @@ def is_start_urgent(state: OrdersState) -> bool:
     state.
     """
     generation = state.generation
-    return generation is None or not generation.members or generation.losses_left == 0
+    return generation is None or not generation.membership.members or generation.record.losses_left == 0
 
 
 def _is_outsider(state: OrdersState, host: HostName) -> bool:
     """Return whether a generation stands in which this host is no member."""
-    return state.generation is not None and state.generation.find_member(host) is None
+    return state.generation is not None and state.generation.membership.find_member(host) is None
 
 
 def _is_needed(state: OrdersState, host: HostName) -> bool:
     """Return whether other hosts may need this one: as a member, or for its part of a snapshot."""
     generation = state.generation
-    return generation is not None and not (_is_outsider(state, host) and generation.snapshot is None)
+    return generation is not None and not (_is_outsider(state, host) and generation.state.snapshot is None)
 
 
 def list_given_up_seats(before: Generation, after: Generation) -> tuple[Seat, ...]:
@@ -301,10 +296,10 @@ def list_given_up_seats(before: Generation, after: Generation) -> tuple[Seat, ..
     A seat that has another worker by now is not one of them, and a member that leaves between two steps is not given
     up. A new world has no seats of the old one.
     """
-    if after.number == before.number or after.world != before.world:
+    if after.number == before.number or after.membership.world != before.membership.world:
         return ()
-    taken = {member.seat for member in (*after.members, *after.newcomers)}
-    return tuple(member.seat for member in before.members if member.seat not in taken)
+    taken = {member.seat for member in (*after.membership.members, *after.membership.newcomers)}
+    return tuple(member.seat for member in before.membership.members if member.seat not in taken)
 
 
 def _read_generation(
@@ -316,18 +311,18 @@ def _read_generation(
     if generation.number == state.past:
         return state, ()
     state = dataclasses.replace(state, generation=generation)
-    commands: list[OrdersCommand] = [SetUrgency(generation.losses_left == 0)]
+    commands: list[OrdersCommand] = [SetUrgency(generation.record.losses_left == 0)]
     # First of all: the members that are left may wait for these, and cannot follow before.
     if known is not None and config.reports_lost_seats:
         seats = list_given_up_seats(known, generation)
-        commands.append(ReportLostSeats(known.service_address, seats))
+        commands.append(ReportLostSeats(known.membership.service_address, seats))
     if generation.phase is GenerationPhase.FINISHED:
         assert generation.outcome is not None, "a finished generation has an outcome"
         return state, (*commands, EndJob(generation.outcome))
     is_new = known is None or known.number < generation.number
-    if generation.hang and is_new and worker is not None and not worker.is_dead:
+    if generation.failures.hang and is_new and worker is not None and not worker.is_dead:
         # Before the order that makes it unwind.
-        commands.append(SendOrder(TakeStacks(why=generation.hang)))
+        commands.append(SendOrder(TakeStacks(why=generation.failures.hang)))
     state, orders = _order(state, generation, worker, now_s, config)
     return state, (*commands, *orders)
 
@@ -335,10 +330,10 @@ def _read_generation(
 def _order(
     state: OrdersState, generation: Generation, worker: WorkerView | None, now_s: float, config: OrdersConfig
 ) -> Transition:
-    member = generation.find_member(config.host)
+    member = generation.membership.find_member(config.host)
     if worker is None:
         return _order_outsider(state, generation, worker, now_s, config)
-    newcomer = generation.find_newcomer(config.host, worker.incarnation)
+    newcomer = generation.membership.find_newcomer(config.host, worker.incarnation)
     # A worker that was started since has nothing of what made its predecessor a member.
     is_seated = member is not None and member.incarnation == worker.incarnation
     if is_seated and generation.number != state.void_generation:
@@ -355,15 +350,15 @@ def _order_member(state: OrdersState, generation: Generation, worker: WorkerView
         case GenerationPhase.PAUSE:
             order = Pause(
                 generation=generation.number,
-                next_members=generation.next_members,
-                ends_job=generation.ends_job,
+                next_members=generation.planned.next_members,
+                ends_job=generation.planned.ends_job,
             )
             return state, (SendOrder(order),)
         case GenerationPhase.BOUNDARY:
-            step = generation.boundary_step
+            step = generation.planned.boundary_step
             assert step is not None, "a boundary has a step"
             # Of a job that ends there memory keeps nothing.
-            takes_snapshot = not (generation.parts_stay or generation.ends_job)
+            takes_snapshot = not (generation.planned.parts_stay or generation.planned.ends_job)
             order = RunToBoundary(
                 generation=generation.number, boundary_step=step, takes_snapshot=takes_snapshot
             )
@@ -372,7 +367,9 @@ def _order_member(state: OrdersState, generation: Generation, worker: WorkerView
             return _send_into_world(state, generation, worker, is_newcomer=False)
         case GenerationPhase.ACTIVE:
             # Only now, when all members are in the new world: until then some may still be leaving the old one.
-            return state, (StopOtherServices(generation.world, generation.service_address),)
+            return state, (
+                StopOtherServices(generation.membership.world, generation.membership.service_address),
+            )
         case GenerationPhase.FINISHED:
             return state, ()
         case _:
@@ -396,7 +393,7 @@ def _order_newcomer(
         # It trained in an earlier generation, from which it was left out.
         return _order_outsider(state, generation, worker, now_s, config)
     if worker.report.state is WorkerState.IDLE:
-        # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
+        # An idle worker answers at once; it may join only with that answer (Membership.dropped_workers).
         return state, (SendOrder(Quiesce(generation=generation.number, reason="not a member yet")),)
     return state, ()
 
@@ -407,14 +404,14 @@ def _order_outsider(
     """Keep the worker of a host that is no member from training; it may ask to join."""
     if state.is_leaving and generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE):
         # While there is a snapshot the others still read what only this host's memory may have.
-        return state, (LeaveJob(),) if generation.snapshot is None else ()
+        return state, (LeaveJob(),) if generation.state.snapshot is None else ()
     if worker is None or worker.has_exited:
         return state, ()
     if worker.is_unresponsive:
         return state, (KillWorker("it was suspended, and the others continued without it"),)
     if config.replaces_workers and worker.incarnation == state.in_world:
-        return state, (ReplaceWorker(generation.reason, takes_stacks=bool(generation.hang)),)
-    # An idle worker answers at once; it may join only with that answer (Generation.dropped_workers).
+        return state, (ReplaceWorker(generation.reason, takes_stacks=bool(generation.failures.hang)),)
+    # An idle worker answers at once; it may join only with that answer (Membership.dropped_workers).
     order = SendOrder(Quiesce(generation=generation.number, reason="left out of the generation"))
     is_waited_for = state.unwinding is not None and state.unwinding.incarnation == worker.incarnation
     if not is_busy(worker.report.state) or is_waited_for:

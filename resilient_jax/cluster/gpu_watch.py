@@ -29,7 +29,7 @@ from resilient_jax.health.gpu_health import GpuFinding, GpuSeverity
 from resilient_jax.health.gpu_monitor import GpuChange, GpuMonitor, ThrottlingBegan, ThrottlingEnded
 from resilient_jax.health.gpu_reading import GpuReading, GpuXid
 from resilient_jax.membership.severities import Action, Evidence, choose_action
-from resilient_jax.protocol.records import WorkerState
+from resilient_jax.protocol.worker_report import WorkerState
 
 READ_INTERVAL_S: Final = 5.0
 """A reading takes some ms of the driver; what must be quick comes as an XID."""

@@ -12,6 +12,7 @@ from resilient_jax.cluster.device_selection import (
     select_devices,
 )
 from resilient_jax.ids import Incarnation
+from resilient_jax.protocol.host_status import DevicesStatus
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 
 UUID_PREFIX: Final = "GPU-"
@@ -120,3 +121,14 @@ class HostDevices:
         """How many devices workers use that start now; 0: all, or none is left."""
         num_used = len(self.used)
         return num_used if num_used != self.num_devices else 0
+
+    def describe(self, gpu_notes: tuple[str, ...]) -> DevicesStatus:
+        """Return what the host's status says of its devices, with what is wrong with GPUs."""
+        return DevicesStatus(
+            num_devices=self.num_devices or 0,
+            num_used=self.num_used,
+            num_standby=self.num_standby,
+            ended_for_return=self.ended_for_return,
+            gpus=gpu_notes,
+            gpu_uuids=self.uuids,
+        )

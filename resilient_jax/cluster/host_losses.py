@@ -6,12 +6,12 @@ so that the count outlives leaders.
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.quarantine import quarantine_host
-from resilient_jax.cluster.stored_records import ENCODER, decode_host_losses
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.facts import MembershipState, is_draining
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
+from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.quarantine import HostLosses
-from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.protocol.store_keys import make_leader_key, make_losses_key, make_losses_prefix
 from resilient_jax.store.interface import (
     Compare,
@@ -79,7 +79,7 @@ def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
     """
     if state.generation.phase is GenerationPhase.FINISHED or len(state.hosts) < max(min_hosts, 1):
         return []
-    return [member.host for member in state.generation.members if member.host not in state.hosts]
+    return [member.host for member in state.generation.membership.members if member.host not in state.hosts]
 
 
 async def note_host_loss(context: AgentContext, host: HostName, leader_token: Revision) -> None:
@@ -94,7 +94,7 @@ async def note_host_loss(context: AgentContext, host: HostName, leader_token: Re
     config, job, store = context.settings.config, context.settings.job, context.store
     key, now_s = make_losses_key(job, host), context.clock.wall_s()
     stored = await store.get(key)
-    before = () if stored is None else decode_host_losses(stored).lost_wall_s
+    before = () if stored is None else decode_record(stored, HostLosses).lost_wall_s
     recent = tuple(lost_s for lost_s in before if now_s - lost_s < config.restart_window_s)
     tries = {Tries.HOST_LOSSES: config.max_host_losses}
     if choose_action(Evidence.HOST_LOST, len(recent), tries) is Action.TAKE_HOST_OUT:

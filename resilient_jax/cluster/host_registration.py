@@ -13,13 +13,14 @@ from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import read_quarantine
 from resilient_jax.cluster.status_combiner import StatusForwarder
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
-from resilient_jax.cluster.stored_records import decode_generation
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.state_loss import StateLossPolicy
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import HoldTraining, LeaseRenewed
 
@@ -163,7 +164,7 @@ class HostRegistration:
     async def _read_generation(self) -> Generation | None:
         """Return the generation that stands while this host registers."""
         record = await self._context.store.get(make_generation_key(self._context.settings.job))
-        return decode_generation(record) if record is not None else None
+        return decode_record(record, Generation) if record is not None else None
 
 
 def _make_leader(

@@ -14,9 +14,10 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.redundancy import Redundancy, measure_redundancy
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.store_access import make_store_access
 from resilient_jax.transport.credentials import Credentials, TlsFiles
@@ -142,10 +143,10 @@ def list_pids(status: HostStatus, component: JobComponent) -> list[int]:
         case JobComponent.WORKER:
             return worker
         case JobComponent.AGENT:
-            return [status.agent_pid]
+            return [status.agent.pid]
         case JobComponent.COORDINATION_SERVICE:
             return services
         case JobComponent.SNAPSHOT_SERVER:
             return server
         case JobComponent.HOST:
-            return [status.agent_pid, *worker, *standby, *server, *services]
+            return [status.agent.pid, *worker, *standby, *server, *services]

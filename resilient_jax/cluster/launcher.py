@@ -33,13 +33,15 @@ from resilient_jax.cluster.run_directory import (
     write_contact,
     write_ended_job,
 )
-from resilient_jax.cluster.stored_records import decode_generation, decode_host_status, decode_leader_record
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_exit import describe_missing, find_killed_scripts
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.notices import list_handled_notices
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.lease_renewals import RenewalServer
@@ -235,8 +237,8 @@ class Launcher:
         return EndedJob(
             job=self._settings.job,
             outcome=outcome,
-            step=self.view.step,
-            metrics=self.view.metrics,
+            step=self.view.progress.step,
+            metrics=self.view.progress.metrics,
             wall_s=time.time(),
         )
 
@@ -299,7 +301,9 @@ class Launcher:
         if self._interrupted and cut_short:
             message = "interrupted after training was done, while scripts still worked"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
-        trained = [] if self.view.generation is None else [m.host for m in self.view.generation.members]
+        trained = (
+            [] if self.view.generation is None else [m.host for m in self.view.generation.membership.members]
+        )
         killed = find_killed_scripts(codes, trained)
         for host, number in killed.items():
             self._on_line(f"{host}: {describe_missing(-number)}".encode())
@@ -324,7 +328,9 @@ class Launcher:
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
         if code == ExitCode.INTERRUPTED:
-            message = f"interrupted after {self.view.step} steps; none of the job's processes is left"
+            message = (
+                f"interrupted after {self.view.progress.step} steps; none of the job's processes is left"
+            )
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message=message)
         how = ", ".join(f"{host} {describe_agent_end(code)}" for host, code in sorted(codes.items()))
         return JobOutcome(
@@ -398,13 +404,13 @@ class Launcher:
     def _absorb(self, event: object) -> None:
         job = self._settings.job
         if isinstance(event, PutEvent) and event.key == make_generation_key(job):
-            self.view.generation = decode_generation(event.key_value)
+            self.view.generation = decode_record(event.key_value, Generation)
             if self.view.outcome is not None:
                 self._over.set()
         elif isinstance(event, PutEvent) and event.key.startswith(make_hosts_prefix(job)):
-            self.view.update_host(decode_host_status(event.key_value))
+            self.view.update_host(decode_record(event.key_value, HostStatus))
         elif isinstance(event, PutEvent) and event.key == make_leader_key(job):
-            self._leader_endpoint = decode_leader_record(event.key_value).endpoint
+            self._leader_endpoint = decode_record(event.key_value, LeaderRecord).endpoint
         elif not isinstance(event, PutEvent):
             key = getattr(event, "key", "")
             self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)

@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.dead_hosts import DeadHostFinder
@@ -34,12 +32,7 @@ from resilient_jax.cluster.quarantine import (
     quarantine_host,
     read_quarantine,
 )
-from resilient_jax.cluster.stored_records import (
-    ENCODER,
-    decode_generation,
-    decode_host_status,
-    decode_leader_record,
-)
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, LeaseId, Revision
 from resilient_jax.membership.commands import (
@@ -63,10 +56,12 @@ from resilient_jax.membership.machine import (
 )
 from resilient_jax.membership.spare_hosts import list_used
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.generation_change import describe_change
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import (
     make_change_key,
     make_generation_key,
@@ -184,7 +179,8 @@ class Leader:
         if not (self._is_leaving() or self._was_quarantined):
             return True
         _, found = await self._store.range(make_hosts_prefix(self._job))
-        return not is_any_staying(map(decode_host_status, found), self._record.host, quarantined)
+        statuses = [decode_record(record, HostStatus) for record in found]
+        return not is_any_staying(statuses, self._record.host, quarantined)
 
     async def _follow_another(self, key: str) -> None:
         """Return when no other agent leads, or soon if none does now."""
@@ -204,7 +200,7 @@ class Leader:
         assert isinstance(found, RangeResponse), "the failure operation is a range"
         if not found.key_values:
             return
-        leading = decode_leader_record(found.key_values[0])
+        leading = decode_record(found.key_values[0], LeaderRecord)
         agent = (leading.host, leading.agent_id, leading.endpoint)
         self._relay.follow(leading.endpoint, on_refused=lambda: self._dead_hosts.look_at([agent]))
 
@@ -249,7 +245,7 @@ class _Term:
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
         stored = await self._store.get(self._generation_key)
-        generation = decode_generation(stored) if stored else None
+        generation = decode_record(stored, Generation) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
         self._published = generation
         if generation is not None and self._leader._is_past(generation):
@@ -257,7 +253,7 @@ class _Term:
             generation = begin_anew(generation)
         # The watch begins with the revision after this read: no change is missed, and none is seen twice.
         revision, records = await self._store.range(prefix)
-        statuses = [decode_host_status(record) for record in records]
+        statuses = [decode_record(record, HostStatus) for record in records]
         for status in statuses:
             self._add_to_tree(status)
         self._leader._relay.lead(self._tree, self._on_progress)
@@ -290,7 +286,7 @@ class _Term:
                     self._decisions.record_unseated(machine.state)
                     self._decisions.tell_of_separation(machine.state)
                     late = list_late_members(machine.state)
-                    self._leader._dead_hosts.look_at((s.host, s.agent_id, s.agent_endpoint) for s in late)
+                    self._leader._dead_hosts.look_at((s.host, s.agent.id, s.agent.endpoint) for s in late)
                 event = await self._next(watching)
         finally:
             for task in watching:
@@ -327,11 +323,11 @@ class _Term:
         return await wait_next_event(self._inbox)
 
     def _on_progress(self, progress: HostProgress) -> None:
-        self._inbox.put_nowait(HostProgressed(progress.host, progress.agent_id, progress.step))
+        self._inbox.put_nowait(HostProgressed(progress.host, progress.agent_id, progress.progress.step))
 
     def _add_to_tree(self, status: HostStatus) -> None:
         if status.host != self._leader._record.host:
-            self._tree.add(status.host, status.agent_endpoint)
+            self._tree.add(status.host, status.agent.endpoint)
 
     async def _watch(self, prefix: str, revision: Revision) -> None:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
@@ -345,7 +341,7 @@ class _Term:
 
     def _to_membership_event(self, event: WatchEvent, prefix: str) -> MembershipEvent:
         if isinstance(event, PutEvent):
-            status = decode_host_status(event.key_value)
+            status = decode_record(event.key_value, HostStatus)
             self._add_to_tree(status)
             return HostChanged(status)
         host = HostName(event.key.removeprefix(prefix))
@@ -407,44 +403,37 @@ class _Term:
         self._known_revision = result.revision
         before, self._published = self._published, generation
         self._record_news(before, generation, state)
-        measured = {
-            "progress": generation.progress,
-            "losses_left": generation.losses_left,
-            "history": generation.history,
-            "decision": generation.decision,
-            "slowness": generation.slowness,
-        }
-        if before is not None and msgspec.structs.replace(before, **measured) == generation:
+        if before is not None and change_fields(before, record=generation.record) == generation:
             return  # only progress, redundancy or a decision to wait was recorded
         self._leader._log.record(
             EventKind.GENERATION_PHASE,
             generation=generation.number,
-            step=generation.step,
+            step=generation.state.step,
             phase=str(generation.phase),
-            change=str(generation.change),
-            hosts=len(generation.members),
+            change=str(generation.membership.change),
+            hosts=len(generation.membership.members),
             reason=generation.reason,
             token=self._token,
             revision=result.revision,
         )
-        if generation.hang and (before is None or before.number < generation.number):
+        if generation.failures.hang and (before is None or before.number < generation.number):
             self._decisions.record_hang(before, generation)
         for spare in list_used(before, state):
             self._decisions.record_used(spare, generation)
-        if generation.state_loss is not None and (
-            before is None or generation.state_loss != before.state_loss
+        if generation.state.state_loss is not None and (
+            before is None or generation.state.state_loss != before.state.state_loss
         ):
-            self._decisions.record_state_loss(generation, generation.state_loss)
+            self._decisions.record_state_loss(generation, generation.state.state_loss)
         if is_over:
             await self._let_records_expire(lease)
 
     def _record_news(self, before: Generation | None, generation: Generation, state: MembershipState) -> None:
         """Record what is new in a generation that may be known already."""
-        if generation.losses_left != (before.losses_left if before is not None else None):
+        if generation.record.losses_left != (before.record.losses_left if before is not None else None):
             self._decisions.record_redundancy(state)
         self._decisions.tell_of_unsaved(before, dataclasses.replace(state, generation=generation))
-        old = (before.decision, before.slowness.decision) if before is not None else ()
-        for decision in (generation.decision, generation.slowness.decision):
+        old = (before.record.decision, before.record.slowness.decision) if before is not None else ()
+        for decision in (generation.record.decision, generation.record.slowness.decision):
             if decision is not None and decision not in old:
                 self._decisions.record_decision(generation, decision)
 

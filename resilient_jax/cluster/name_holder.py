@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from resilient_jax.cluster.dead_hosts import refuses_connections
 from resilient_jax.cluster.progress_reader import read_progress
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.transport.credentials import Credentials
 
 
@@ -38,12 +38,12 @@ async def ask_name_holder(holder: HostStatus, credentials: Credentials) -> NameH
     Raises:
         ConfigError: a TLS file cannot be read.
     """
-    if not holder.port:
+    if not holder.agent.port:
         return NameHolder.SILENT
-    if await refuses_connections(holder.agent_endpoint):
+    if await refuses_connections(holder.agent.endpoint):
         return NameHolder.GONE
-    answers = await read_progress(holder.agent_endpoint, credentials)
+    answers = await read_progress(holder.agent.endpoint, credentials)
     if not answers:
         return NameHolder.SILENT
-    is_there = any(answer.agent_id == holder.agent_id for answer in answers)
+    is_there = any(answer.agent_id == holder.agent.id for answer in answers)
     return NameHolder.ALIVE if is_there else NameHolder.GONE

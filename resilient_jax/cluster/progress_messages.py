@@ -6,6 +6,7 @@ import msgspec
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.transport.method import Method
 
 SERVICE: Final = "rj.progress"
@@ -16,18 +17,14 @@ class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sequence: number of that agent's report; a greater one is newer.
-        step: steps that the worker has committed.
-        num_steps: steps that the worker will have committed in the end; 0: not known.
-        metrics: metrics that the worker last reported, by name.
+        progress: what the worker last reported.
         snapshots: snapshots that are complete on this host.
     """
 
     host: HostName
     agent_id: str
     sequence: int = 0
-    step: int = 0
-    num_steps: int = 0
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    progress: TrainingProgress = TrainingProgress()
     snapshots: tuple[SnapshotStatus, ...] = ()
 
 

@@ -1,10 +1,9 @@
 """How far the hosts of a job are, asked of the agent that leads."""
 
-import msgspec
-
 from resilient_jax.cluster.progress_messages import READ, SERVICE, HostProgress, ReadProgress
 from resilient_jax.errors import PeerError, Unauthenticated
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials
 
@@ -29,12 +28,14 @@ async def read_progress(endpoint: str, credentials: Credentials) -> tuple[HostPr
 
 def add_progress(status: HostStatus, progress: HostProgress | None) -> HostStatus:
     """Return a host's status with what its agent has reported beside the store since."""
-    if progress is None or progress.agent_id != status.agent_id or progress.step < status.step:
+    if (
+        progress is None
+        or progress.agent_id != status.agent.id
+        or progress.progress.step < status.progress.step
+    ):
         return status
-    return msgspec.structs.replace(
+    return change_fields(
         status,
-        step=progress.step,
-        num_steps=progress.num_steps,
-        metrics=progress.metrics,
+        progress=progress.progress,
         snapshots=progress.snapshots,
     )

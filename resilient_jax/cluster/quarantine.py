@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.stored_records import ENCODER, decode_quarantine
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.quarantine import QuarantineRecord
@@ -88,7 +88,7 @@ def require_leader(job: JobName, leader_token: Revision | None) -> list[Compare]
 async def read_quarantine(store: Store, job: JobName) -> tuple[QuarantineRecord, ...]:
     """Return the records of all hosts in quarantine, by name."""
     _, found = await store.range(make_quarantine_prefix(job))
-    return tuple(decode_quarantine(record) for record in found)
+    return tuple(decode_record(record, QuarantineRecord) for record in found)
 
 
 async def clear_quarantine(store: Store, job: JobName, host: HostName) -> bool:
@@ -104,10 +104,10 @@ async def follow_quarantine(store: Store, job: JobName) -> AsyncGenerator[frozen
     """Yield the hosts in quarantine, now and after each change, until the watch fails."""
     prefix = make_quarantine_prefix(job)
     revision, found = await store.range(prefix)
-    hosts = frozenset(decode_quarantine(record).host for record in found)
+    hosts = frozenset(decode_record(record, QuarantineRecord).host for record in found)
     if hosts:
         yield hosts
     async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
         async for _ in batches:
             _, found = await store.range(prefix)
-            yield frozenset(decode_quarantine(record).host for record in found)
+            yield frozenset(decode_record(record, QuarantineRecord).host for record in found)

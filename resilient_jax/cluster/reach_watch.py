@@ -20,8 +20,10 @@ from resilient_jax.cluster.port_probe import PortAnswer, ProbeLimits, probe_port
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerStatus
+from resilient_jax.protocol.worker_report import WorkerReport
 
 PATIENCE_S: Final = 2.0
 """So long a world may take to form, or a first step to finish, before anybody is looked at."""
@@ -42,17 +44,17 @@ def must_look(generation: Generation, host: HostName, report: WorkerReport, wait
         generation: newest generation that the host has read.
         waited_s: time since the host has read this generation's phase.
     """
-    if generation.find_member(host) is None or len(generation.members) < 2:
+    if generation.membership.find_member(host) is None or len(generation.membership.members) < 2:
         return False
-    has_failed = generation.attempts > 0
+    has_failed = generation.failures.attempts > 0
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return has_failed
         case GenerationPhase.FORM:
-            has_formed = report.generation == generation.number and report.has_formed
+            has_formed = report.generation == generation.number and report.place.has_formed
             return not has_formed and (has_failed or waited_s > PATIENCE_S)
         case GenerationPhase.ACTIVE | GenerationPhase.PAUSE | GenerationPhase.BOUNDARY:
-            is_late = not (report.has_finished_step or report.is_done) and waited_s > PATIENCE_S
+            is_late = not (report.place.has_finished_step or report.is_done) and waited_s > PATIENCE_S
             return is_late or report.overdue is not None
         case GenerationPhase.FINISHED:
             return False
@@ -60,7 +62,7 @@ def must_look(generation: Generation, host: HostName, report: WorkerReport, wait
 
 def choose_members(generation: Generation, host: HostName, number: int) -> tuple[Member, ...]:
     """Return the other members that are looked at in the look of this number, from 0: all where they are few."""
-    places = [member.host for member in generation.members]
+    places = [member.host for member in generation.membership.members]
     here, count = places.index(host), len(places)
     near_first = sorted(
         (place for place in range(count) if place != here),
@@ -68,7 +70,7 @@ def choose_members(generation: Generation, host: HostName, number: int) -> tuple
     )
     num_looks = max(1, -(-len(near_first) // MAX_MEMBERS))
     first = number % num_looks * MAX_MEMBERS
-    return tuple(generation.members[place] for place in near_first[first : first + MAX_MEMBERS])
+    return tuple(generation.membership.members[place] for place in near_first[first : first + MAX_MEMBERS])
 
 
 class ReachWatch:
@@ -141,14 +143,16 @@ class ReachWatch:
         answers = await asyncio.gather(*(reaches(member.endpoint) for member in looked_at))
         # A look takes seconds where a host is not reached: what it has found of members that stay is no older then.
         known = self._follower.generation
-        workers = {(member.host, member.incarnation) for member in generation.members}
-        if known is None or not {(m.host, m.incarnation) for m in known.members} <= workers:
+        workers = {(member.host, member.incarnation) for member in generation.membership.members}
+        if known is None or not {(m.host, m.incarnation) for m in known.membership.members} <= workers:
             return  # it is not known whom of the new ones this host reaches
         self._num_looks += 1
         self._note([m.host for m, answer in zip(looked_at, answers, strict=True) if not answer], looked_at)
         now_s = self._context.clock.monotonic_s()
         lasts_s = LASTING_LEASES * self._context.settings.config.lease_ttl_s
-        since_s = {m.host: self._unreached[m.host] for m in known.members if m.host in self._unreached}
+        since_s = {
+            m.host: self._unreached[m.host] for m in known.membership.members if m.host in self._unreached
+        }
         report = ReachReport(
             generation=known.number,
             unreached=tuple(sorted(since_s)),

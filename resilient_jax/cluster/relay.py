@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.errors import PeerError, ResilientJaxError
-from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.host_status import CoordinationServiceStatus
 from resilient_jax.protocol.service_address import LOOPBACK, split_service_address
 from resilient_jax.transport.byte_stream import ByteStream
 from resilient_jax.transport.channel import Channel

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.errors import CallerError, ConfigError, LogUnwritable, MessageError
+from resilient_jax.protocol.generation import JobOutcome
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.records import JobOutcome
 
 CONTACT_FILE = "job.json"
 END_FILE = "job_end.json"

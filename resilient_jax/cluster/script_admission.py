@@ -16,9 +16,10 @@ import msgspec
 
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.kept_program import SCRIPT_MODULE, KeptProgram
-from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_script_record
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import LogUnwritable, ScriptRefused
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.job_records import ScriptRecord
 from resilient_jax.protocol.store_keys import make_host_key, make_hosts_prefix, make_script_key
 from resilient_jax.store.interface import PutOp, Store, require_absent, require_unchanged
@@ -63,7 +64,7 @@ class ScriptAdmission:
         program = ""
         while not program and not self.program:
             stored = await self._store.get(key)
-            record = decode_script_record(stored) if stored is not None else None
+            record = decode_record(stored, ScriptRecord) if stored is not None else None
             if record is not None and await self._is_in_use(record):
                 program = record.program
                 continue
@@ -92,7 +93,7 @@ class ScriptAdmission:
         mine = self._make_record(self.program, items)
         while True:
             stored = await self._store.get(key)
-            job = decode_script_record(stored) if stored is not None else None
+            job = decode_record(stored, ScriptRecord) if stored is not None else None
             if job is not None and (differences := _list_differences(items, job.items)):
                 raise ScriptRefused(_describe_refusal(mine, job, differences))
             if job is not None and job.items:
@@ -119,14 +120,14 @@ class ScriptAdmission:
             return True
         # Where all of thousands of hosts start, the one that began it is alive: not each of them reads all statuses.
         first = await self._store.get(make_host_key(self._settings.job, job.host))
-        if first is not None and decode_host_status(first).agent_id == job.agent_id:
+        if first is not None and decode_record(first, HostStatus).agent.id == job.agent_id:
             return True
         _, found = await self._store.range(make_hosts_prefix(self._settings.job))
-        others = [decode_host_status(stored) for stored in found]
+        others = [decode_record(stored, HostStatus) for stored in found]
         return any(
-            other.agent_id == job.agent_id or other.program == job.program
+            other.agent.id == job.agent_id or other.program == job.program
             for other in others
-            if other.agent_id != self._agent_id
+            if other.agent.id != self._agent_id
         )
 
     def _make_record(self, program: str, items: dict[str, str]) -> ScriptRecord:

@@ -21,8 +21,9 @@ from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import StandbyState, StandbyStatus, WorkerState, WorkerStatus
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus, WorkerStatus
 from resilient_jax.protocol.worker_messages import AgentRequest, WorkerOrder
+from resilient_jax.protocol.worker_report import WorkerState
 
 
 class StartStandby(Protocol):
@@ -218,7 +219,7 @@ class SeatStandby:
     def _update_status(self, standby: SeatedStandby) -> None:
         process, before = standby.process, self.status
         report, pid = process.report, process.child.pid
-        is_ready = report.state is WorkerState.IDLE and report.world is not None
+        is_ready = report.state is WorkerState.IDLE and report.place.world is not None
         memory_mib = before.memory_mib if before is not None else 0
         if is_ready and (before is None or before.state is not StandbyState.READY):
             memory_mib = read_resident_mib(pid)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from resilient_jax.protocol.records import WorkerReport
+from resilient_jax.protocol.worker_report import WorkerReport
 
 FOLDER: Final = "stacks"
 _FACTS: Final = ("wchan", "stack", "syscall")

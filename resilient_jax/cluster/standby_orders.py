@@ -21,8 +21,9 @@ import dataclasses
 
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation, GenerationPhase, SeatId, WorkerFailureKind, WorkerState
+from resilient_jax.protocol.generation import Generation, GenerationPhase, SeatId
 from resilient_jax.protocol.worker_messages import Quiesce
+from resilient_jax.protocol.worker_report import WorkerFailureKind, WorkerState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def order_standby(
     """Return what a generation, which is not older than another that was read, means for the host's standby."""
     if generation.phase is GenerationPhase.FINISHED:
         return (DismissStandby(),)
-    if generation.find_newcomer(host, standby.incarnation) is None:
+    if generation.membership.find_newcomer(host, standby.incarnation) is None:
         return (OrderStandby(Quiesce(generation=generation.number, reason="it has no seat")),)
     return (SendStandbyToSeat(generation),) if generation.phase is GenerationPhase.ACTIVE else ()
 
@@ -93,8 +94,11 @@ def _can_take_over(worker: WorkerView, standby: WorkerView) -> bool:
 
 def _has_missed_seat(generation: Generation, standby: WorkerView, host: HostName) -> bool:
     """Return whether a standby has tried to take the seat that it was given, and is not in the world."""
-    newcomer = generation.find_newcomer(host, standby.incarnation)
+    newcomer = generation.membership.find_newcomer(host, standby.incarnation)
     report = standby.report
     if newcomer is None or report.state is not WorkerState.IDLE:
         return False
-    return report.seat == SeatId(generation.world, newcomer.seat) and report.world != generation.world
+    return (
+        report.place.seat == SeatId(generation.membership.world, newcomer.seat)
+        and report.place.world != generation.membership.world
+    )

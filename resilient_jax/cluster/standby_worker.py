@@ -23,7 +23,7 @@ from resilient_jax.cluster.worker_process import WorkerDescriptors
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.async_connection import AsyncConnection
-from resilient_jax.protocol.records import StandbyState, StandbyStatus
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus
 from resilient_jax.protocol.standby_messages import (
     STANDBY_CONNECTION_VARIABLE,
     STANDBY_MESSAGE_DECODER,

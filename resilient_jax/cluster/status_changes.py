@@ -9,7 +9,8 @@ with their answer to the generation, which the leader waits for before it choose
 from collections.abc import Iterable
 
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotStatus
 
 

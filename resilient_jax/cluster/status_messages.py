@@ -5,7 +5,7 @@ from typing import Annotated, Final
 import msgspec
 
 from resilient_jax.ids import LeaseId, Revision
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.transport.method import Method
 
 SERVICE: Final = "rj.statuses"

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_alive
 from resilient_jax.cluster.status_messages import NOT_WRITTEN, StatusWrite
-from resilient_jax.cluster.stored_records import ENCODER, decode_host_status, decode_job_record
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.job_records import JobRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import (
@@ -104,7 +104,7 @@ class StoreSession:
         """
         status = self._status()
         # Before there is a lease: a host that is refused leaves no record that others would see.
-        await self._check_versions(status.host, status.versions)
+        await self._check_versions(status.host, status.agent.versions)
         self._renewed_s = self._clock.monotonic_s()
         self.lease = await self._store.grant(self._ttl_s)
         key = make_host_key(self._job, status.host)
@@ -135,8 +135,8 @@ class StoreSession:
         Raises:
             JoinRefused: the agent lives, or has not answered for too long.
         """
-        status, found = decode_host_status(holder), NameHolder.SILENT
-        if status.agent_id == self._status().agent_id:
+        status, found = decode_record(holder, HostStatus), NameHolder.SILENT
+        if status.agent.id == self._status().agent.id:
             found = NameHolder.GONE  # our own session before this one, which was lost
         else:
             with contextlib.suppress(TimeoutError):
@@ -251,7 +251,7 @@ class StoreSession:
             return
         read = result.responses[0]
         assert isinstance(read, RangeResponse), "the failure operation is a range"
-        first = decode_job_record(read.key_values[0])
+        first = decode_record(read.key_values[0], JobRecord)
         for name in Versions.__struct_fields__:
             ours, theirs = getattr(versions, name), getattr(first.versions, name)
             if ours != theirs:
@@ -262,7 +262,7 @@ class StoreSession:
 
 
 def _name_taken(holder: HostStatus, remark: str) -> str:
-    where = f" (agent process {holder.agent_pid} at {holder.address})"
+    where = f" (agent process {holder.agent.pid} at {holder.agent.address})"
     return (
         f"host name {holder.host} is taken by another living agent{where}{remark}; every host needs a name of its own: "
         "choose another with --host-name"

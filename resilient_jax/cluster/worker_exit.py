@@ -9,8 +9,9 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import ExitCode
 from resilient_jax.health.error_texts import summarize_error
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_report import WorkerFailureKind
 
 SIGNAL_EXIT_CODE_BASE = 128
 """What shells add to a signal's number for the exit code of a process that it ended."""

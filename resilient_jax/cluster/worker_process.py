@@ -17,7 +17,6 @@ from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.framing import FrameError
-from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.standby_messages import STANDBY_CONNECTION_VARIABLE
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
@@ -33,6 +32,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerSettings,
     encode_settings,
 )
+from resilient_jax.protocol.worker_report import WorkerReport
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 
 from resilient_jax.cluster.agent_context import AgentContext
-from resilient_jax.cluster.stored_records import decode_generation
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import HostName, Incarnation, LeaseId
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorkerReport
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.store.interface import PutOp, require_absent
 
 CHECK_INTERVAL_S = 1.0
@@ -28,16 +29,20 @@ def may_replace(generation: Generation | None, host: HostName) -> bool:
         return True
     if generation.phase is not GenerationPhase.ACTIVE:
         return False
-    if host not in {member.host for member in generation.members}:
+    if host not in {member.host for member in generation.membership.members}:
         return True
-    if generation.losses_left is None:
+    if generation.record.losses_left is None:
         return True  # nothing is committed
-    return generation.losses_left >= 1 and len(generation.members) > 1
+    return generation.record.losses_left >= 1 and len(generation.membership.members) > 1
 
 
 def is_only_holder(generation: Generation | None, host: HostName, report: WorkerReport) -> bool:
     """Return whether the worker of a host is the only one of the job, and has the state: to end it would lose that."""
-    return generation is not None and [m.host for m in generation.members] == [host] and report.holds_state
+    return (
+        generation is not None
+        and [m.host for m in generation.membership.members] == [host]
+        and report.held.holds_state
+    )
 
 
 def is_outdated(context: AgentContext, supervisor: WorkerSupervisor) -> bool:
@@ -101,7 +106,7 @@ class WorkerReplacement:
         if not may_replace(generation, host):
             self._tell_wait()
             return
-        if generation is not None and host in {member.host for member in generation.members}:
+        if generation is not None and host in {member.host for member in generation.membership.members}:
             if not await self._take_turn():
                 return
             # Only now are the effects of an earlier turn of another host sure to be in the generation.
@@ -130,8 +135,10 @@ class WorkerReplacement:
         """End this host's turn once another worker of it trains, or the host does not take part any more."""
         host = self._context.settings.host
         if generation is not None and generation.phase is GenerationPhase.ACTIVE:
-            trains = any(one.host == host and one.incarnation != self._ended for one in generation.members)
-            if trains or not generation.members:
+            trains = any(
+                one.host == host and one.incarnation != self._ended for one in generation.membership.members
+            )
+            if trains or not generation.membership.members:
                 await self._give_back()
 
     async def _give_back(self) -> None:
@@ -141,7 +148,7 @@ class WorkerReplacement:
 
     async def _read_generation(self) -> Generation | None:
         stored = await self._context.store.get(make_generation_key(self._context.settings.job))
-        return decode_generation(stored) if stored is not None else None
+        return decode_record(stored, Generation) if stored is not None else None
 
     def _explain(self) -> str:
         worker = self._supervisor.worker

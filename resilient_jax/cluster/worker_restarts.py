@@ -8,7 +8,7 @@ from resilient_jax.cluster.restart_budget import RestartBudget
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, Incarnation
-from resilient_jax.protocol.records import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
 
 
 class NotedErrors:
@@ -22,7 +22,8 @@ class NotedErrors:
     def read(self, generation: Generation) -> None:
         """Take in what a generation says."""
         noted = max(
-            (one.incarnation for one in generation.raised if one.host == self._host), default=self._noted
+            (one.incarnation for one in generation.failures.raised if one.host == self._host),
+            default=self._noted,
         )
         if noted > self._noted:
             self._noted = noted

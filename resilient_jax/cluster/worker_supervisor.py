@@ -38,7 +38,8 @@ from resilient_jax.errors import (
 from resilient_jax.events import Event, EventKind
 from resilient_jax.health.error_texts import Blame, summarize_error
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerState, WorkerStatus
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
@@ -55,6 +56,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_report import TrainingProgress, WorkerState
 
 STOP_GRACE_S = 2.0
 """Time until SIGKILL for a worker that was ordered to stop because the job failed."""
@@ -143,7 +145,7 @@ class WorkerSupervisor:
         self._wants_snapshots = False
         self.worker: WorkerProcess | None = None
         self.status: WorkerStatus | None = None
-        self.progress = StepCommitted(step=0)
+        self.progress = TrainingProgress()
         self._done_and_killed: int | None = None
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
         self._replaced: WorkerProcess | None = None
@@ -176,7 +178,7 @@ class WorkerSupervisor:
             self._log.record(
                 EventKind.WORKER_EXITED,
                 generation=worker.report.generation,
-                step=worker.report.step,
+                step=worker.report.held.step,
                 exit_code=code,
                 incarnation=worker.incarnation,
             )
@@ -283,12 +285,14 @@ class WorkerSupervisor:
             return  # after the end of the job a worker exits by order, which is no error
         was_stopped = self.status is not None and self.status.is_unresponsive
         if worker.is_unresponsive and not was_stopped:
-            self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
+            self._log.record(
+                EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.held.step
+            )
             # Before the others go on without it, and it is killed. It does not answer, so from outside.
             self._stacks.append(worker.report, "it does not respond", describe_process(worker.child.pid))
         is_dying = worker.is_dying and worker.child.exit_code is None
         if is_dying and self.status is not None and not self.status.is_dying:
-            self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
+            self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.held.step)
         self.status = WorkerStatus(
             incarnation=worker.incarnation,
             pid=worker.child.pid,
@@ -315,7 +319,7 @@ class WorkerSupervisor:
                 if (why := _find_refusal(message.event, self._settings.host, self.on_event)) is not None:
                     self._refuse(why)
             case StepCommitted():
-                self.progress = message
+                self.progress = message.progress
                 standby = self.seat_standby if self.seat_standby.is_possible else self.standby
                 standby.commit(worker.report.generation)
             case StacksTaken():

@@ -3,7 +3,7 @@
 import dataclasses
 
 from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.records import WorkerReport
+from resilient_jax.protocol.worker_report import WorkerReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.transport.credentials import Credentials
 
 COMPILE_EVENTS: Final = frozenset(
@@ -64,7 +64,9 @@ class CompilationMonitor:
 
     def begin_generation(self, generation: Generation) -> None:
         """Reset the counts, and fetch from the members of a new generation."""
-        peers = [ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.members if m.endpoint]
+        peers = [
+            ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.membership.members if m.endpoint
+        ]
         self._fetcher.begin_generation(generation.number, peers)
         with self._lock:
             self._seconds = self._compiled_s = 0.0

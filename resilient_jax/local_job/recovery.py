@@ -8,7 +8,7 @@ from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.observed_job import ObservedJob
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall, measure_stall
 
@@ -86,10 +86,10 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
-    if {member.host for member in generation.members} != set(hosts):
+    if {member.host for member in generation.membership.members} != set(hosts):
         return False
     by_host = {status.host: status for status in report.hosts}
-    for member in generation.members:
+    for member in generation.membership.members:
         status = by_host.get(member.host)
         worker = status.worker if status is not None else None
         if (
@@ -99,7 +99,7 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
             or not worker.is_alive
         ):
             return False
-        if not worker.report.has_finished_step or worker.report.generation != generation.number:
+        if not worker.report.place.has_finished_step or worker.report.generation != generation.number:
             return False
     if all(status.snapshot_server is None for status in report.hosts):
         return True
@@ -112,4 +112,4 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
 
 def newest_step(report: JobReport) -> int:
     """Return the number of steps that the most advanced host has finished."""
-    return max((host.step for host in report.hosts), default=0)
+    return max((host.progress.step for host in report.hosts), default=0)

@@ -4,7 +4,7 @@ import dataclasses
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

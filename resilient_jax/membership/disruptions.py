@@ -11,15 +11,10 @@ from resilient_jax.membership.facts import (
     join_names,
     list_live_workers,
 )
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    Member,
-    WorkerFailureKind,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.worker_report import WorkerFailureKind, WorkerState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +33,10 @@ class Disruption:
 def find_disruption(state: MembershipState) -> Disruption | None:
     """Return why the members cannot continue as they are; None if they can."""
     generation = state.generation
-    lost = [m.host for m in generation.members if find_worker(state, m) is None]
+    lost = [m.host for m in generation.membership.members if find_worker(state, m) is None]
     if lost:
         return Disruption(f"lost {join_names(lost)}")
-    for member, worker in zip(generation.members, list_live_workers(state), strict=True):
+    for member, worker in zip(generation.membership.members, list_live_workers(state), strict=True):
         if (disruption := find_disruption_by(generation, member, worker)) is not None:
             return disruption
     cliques_pending = generation.phase is GenerationPhase.FORM or (
@@ -67,7 +62,9 @@ def find_disruption_by(generation: Generation, member: Member, worker: WorkerSta
             f"{member.host} could not read the snapshot",
             member.host,
             failure.text,
-            unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
+            unreadable_snapshot=generation.state.snapshot.id
+            if generation.state.snapshot is not None
+            else None,
         )
     if failure is not None and not is_old and failure.kind is WorkerFailureKind.CORRUPTION:
         return Disruption(failure.text, member.host, failure.text)
@@ -81,5 +78,7 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
     report = worker.report
     if report.is_done or report.state is not WorkerState.IDLE:
         return False
-    at_boundary = generation.phase is GenerationPhase.BOUNDARY and report.step == generation.boundary_step
+    at_boundary = (
+        generation.phase is GenerationPhase.BOUNDARY and report.held.step == generation.planned.boundary_step
+    )
     return generation.phase is not GenerationPhase.FORM and not at_boundary

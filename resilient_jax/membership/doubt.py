@@ -5,8 +5,6 @@ Pure.
 
 from collections.abc import Iterable
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.facts import (
     MembershipState,
@@ -14,9 +12,12 @@ from resilient_jax.membership.facts import (
     have_all_finished_step,
     list_live_workers,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, WorkerReport
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import VoidSnapshots
 from resilient_jax.protocol.state_records import are_parts_complete
+from resilient_jax.protocol.worker_report import WorkerReport
 
 
 def find_trusted_step(state: MembershipState) -> int | None:
@@ -26,10 +27,10 @@ def find_trusted_step(state: MembershipState) -> int | None:
     before the job last went back was acted on then.
     """
     reports = [worker.report for worker in list_live_workers(state)]
-    void = state.generation.void_snapshots
+    void = state.generation.state.void_snapshots
     acted_on = void[-1].before if void else 0
-    steps = [report.trusted_step for report in reports if report.entered >= acted_on]
-    return min((s for s in (state.generation.trusted_step, *steps) if s is not None), default=None)
+    steps = [report.doubt.trusted_step for report in reports if report.entered >= acted_on]
+    return min((s for s in (state.generation.state.trusted_step, *steps) if s is not None), default=None)
 
 
 def find_corrupt_hosts(state: MembershipState) -> frozenset[HostName]:
@@ -37,15 +38,15 @@ def find_corrupt_hosts(state: MembershipState) -> frozenset[HostName]:
 
     They leave by themselves, too, but may be interrupted before they learn what they are.
     """
-    named = (worker.report.corrupt_hosts for worker in list_live_workers(state))
+    named = (worker.report.doubt.corrupt_hosts for worker in list_live_workers(state))
     return frozenset(host for hosts in named for host in hosts)
 
 
 def is_trusted(generation: Generation, report: WorkerReport) -> bool:
     """Return whether a worker's state is not in doubt: it is old enough, or was computed from one that is."""
-    if generation.trusted_step is None or report.step <= generation.trusted_step:
+    if generation.state.trusted_step is None or report.held.step <= generation.state.trusted_step:
         return True
-    return report.has_finished_step and report.entered >= generation.void_snapshots[-1].before
+    return report.place.has_finished_step and report.entered >= generation.state.void_snapshots[-1].before
 
 
 def are_parts_trusted(generation: Generation) -> bool:
@@ -53,7 +54,7 @@ def are_parts_trusted(generation: Generation) -> bool:
 
     After a failure that no death explains parts may not fit together; a snapshot surely does.
     """
-    return generation.trusted_step is None and not generation.are_parts_doubtful
+    return generation.state.trusted_step is None and not generation.failures.are_parts_doubtful
 
 
 def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
@@ -61,24 +62,24 @@ def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
     if are_parts_trusted(generation):
         return True
     is_current = generation.phase is GenerationPhase.ACTIVE and report.generation == generation.number
-    return generation.trusted_step is None and is_current and report.has_finished_step
+    return generation.state.trusted_step is None and is_current and report.place.has_finished_step
 
 
 def is_newest(generation: Generation, report: WorkerReport) -> bool:
     """Return whether what a worker has is of the step that the generation resumed from, or a later one."""
     # Those that a failure met between two commits catch up with the others.
-    behind = 1 if generation.is_state_in_parts else 0
-    return report.step + behind >= generation.step
+    behind = 1 if generation.state.is_state_in_parts else 0
+    return report.held.step + behind >= generation.state.step
 
 
 def have_state(generation: Generation, hosts: Iterable[HostStatus]) -> bool:
     """Return whether workers of these hosts have the newest state that counts: one all of it, or together all parts."""
     reports = [status.worker.report for status in hosts if status.worker is not None]
-    if generation.trusted_step is None:
+    if generation.state.trusted_step is None:
         reports = [report for report in reports if is_newest(generation, report)]
-    if any(report.holds_state and is_trusted(generation, report) for report in reports):
+    if any(report.held.holds_state and is_trusted(generation, report) for report in reports):
         return True
-    parts = [r.part for r in reports if r.part is not None and is_part_trusted(generation, r)]
+    parts = [r.held.part for r in reports if r.held.part is not None and is_part_trusted(generation, r)]
     return bool(parts) and are_parts_complete(parts)
 
 
@@ -94,11 +95,11 @@ def doubt_parts(state: MembershipState, attempts: int, *, is_explained: bool) ->
         return True
     # Peers may notice a death before its agent does: then it explains the failure that they have reported.
     is_explained_late = (
-        generation.phase is GenerationPhase.QUIESCE and generation.attempts == 1 and attempts == 0
+        generation.phase is GenerationPhase.QUIESCE and generation.failures.attempts == 1 and attempts == 0
     )
     # Not if all have finished a step in it.
     is_over = generation.phase is GenerationPhase.ACTIVE and have_all_finished_step(state)
-    return generation.are_parts_doubtful and not (is_over or is_explained_late)
+    return generation.failures.are_parts_doubtful and not (is_over or is_explained_late)
 
 
 def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Generation | None:
@@ -108,9 +109,9 @@ def doubt_newer_states(state: MembershipState, before: GenerationNumber) -> Gene
         before: number of the generation from which on states and snapshots are made from one that counts.
     """
     generation, trusted = state.generation, find_trusted_step(state)
-    if trusted is None or trusted == generation.trusted_step:
+    if trusted is None or trusted == generation.state.trusted_step:
         return None
     void = VoidSnapshots(before=before, after_step=trusted)
-    return msgspec.structs.replace(
-        generation, trusted_step=trusted, void_snapshots=(*generation.void_snapshots, void)
+    return change_fields(
+        generation, trusted_step=trusted, void_snapshots=(*generation.state.void_snapshots, void)
     )

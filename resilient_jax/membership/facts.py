@@ -3,22 +3,14 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.protocol.dropped_worker import DroppedWorker
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    SeatId,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan, SnapshotStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
 
@@ -51,7 +43,7 @@ def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
 def view_standby(status: HostStatus) -> HostStatus | None:
     """Return the host with its standby as the worker, as if that had died; None if it has none that is a worker."""
     standby = status.standby.worker if status.standby is not None else None
-    return msgspec.structs.replace(status, worker=standby) if standby is not None else None
+    return change_fields(status, worker=standby) if standby is not None else None
 
 
 def is_newcomer_alive(state: MembershipState, newcomer: Member) -> bool:
@@ -86,14 +78,14 @@ def list_unseated_standbys(state: MembershipState) -> list[HostStatus]:
 
 def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
     """Return the members' live workers, in order of their seats."""
-    return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
+    return [w for m in state.generation.membership.members if (w := find_worker(state, m)) is not None]
 
 
 def list_late_members(state: MembershipState) -> list[HostStatus]:
     """Return the members' hosts that the others wait for in the present phase."""
     generation = state.generation
     late: list[HostStatus] = []
-    for member in generation.members:
+    for member in generation.membership.members:
         status, worker = state.hosts.get(member.host), find_worker(state, member)
         if status is None or worker is None:
             continue
@@ -106,7 +98,7 @@ def list_late_members(state: MembershipState) -> list[HostStatus]:
             case GenerationPhase.BOUNDARY:
                 has_answered = is_idle(worker)
             case GenerationPhase.FORM:
-                has_answered = is_current and worker.report.has_formed
+                has_answered = is_current and worker.report.place.has_formed
             case GenerationPhase.ACTIVE | GenerationPhase.FINISHED:
                 has_answered = True
         if not has_answered:
@@ -116,7 +108,7 @@ def list_late_members(state: MembershipState) -> list[HostStatus]:
 
 def list_survivors(state: MembershipState) -> tuple[Member, ...]:
     """Return the members whose worker is alive."""
-    return tuple(m for m in state.generation.members if find_worker(state, m) is not None)
+    return tuple(m for m in state.generation.membership.members if find_worker(state, m) is not None)
 
 
 def is_idle(worker: WorkerStatus) -> bool:
@@ -126,7 +118,7 @@ def is_idle(worker: WorkerStatus) -> bool:
 
 def count_unreplaced(state: MembershipState) -> int:
     """Return how many hosts have a live worker of a world that was left, which their standby may yet replace."""
-    dropped = {d.host: d for d in state.generation.dropped_workers}
+    dropped = {d.host: d for d in state.generation.membership.dropped_workers}
     return sum(is_unreplaced(status, dropped.get(host)) for host, status in state.hosts.items())
 
 
@@ -146,7 +138,9 @@ def is_draining(state: MembershipState, host: HostName) -> bool:
 
 def find_seat(generation: Generation, status: HostStatus) -> Member | None:
     """Return the seat that a host's worker was given while others train; None if it was given none."""
-    return generation.find_newcomer(status.host, status.worker.incarnation) if status.worker else None
+    return (
+        generation.membership.find_newcomer(status.host, status.worker.incarnation) if status.worker else None
+    )
 
 
 def has_taken_seat(generation: Generation, status: HostStatus) -> bool:
@@ -154,7 +148,7 @@ def has_taken_seat(generation: Generation, status: HostStatus) -> bool:
     worker = status.worker
     if worker is None or find_seat(generation, status) is None or awaits_seat(generation, status):
         return False
-    return worker.report.world == generation.world
+    return worker.report.place.world == generation.membership.world
 
 
 def awaits_seat(generation: Generation, status: HostStatus) -> bool:
@@ -162,7 +156,7 @@ def awaits_seat(generation: Generation, status: HostStatus) -> bool:
     newcomer = find_seat(generation, status)
     if newcomer is None or status.worker is None:
         return False
-    return status.worker.report.seat != SeatId(generation.world, newcomer.seat)
+    return status.worker.report.place.seat != SeatId(generation.membership.world, newcomer.seat)
 
 
 def is_cold(status: HostStatus) -> bool:
@@ -171,7 +165,7 @@ def is_cold(status: HostStatus) -> bool:
     One that could not take its seat would not be warmer in the next world: it has had its try.
     """
     worker = status.worker
-    return worker is not None and not worker.report.entered and worker.report.seat is None
+    return worker is not None and not worker.report.entered and worker.report.place.seat is None
 
 
 def is_on_its_way(status: HostStatus) -> bool:
@@ -184,7 +178,7 @@ def is_on_its_way(status: HostStatus) -> bool:
 def list_joiners(state: MembershipState) -> list[HostStatus]:
     """Return the hosts whose worker is idle and not a member, by name; none that is in quarantine."""
     generation = state.generation
-    dropped = {d.host: d for d in generation.dropped_workers}
+    dropped = {d.host: d for d in generation.membership.dropped_workers}
     return [
         status
         for host, status in sorted(state.hosts.items())
@@ -202,7 +196,7 @@ def is_joiner(generation: Generation, status: HostStatus, dropped: DroppedWorker
     worker = status.worker
     if worker is None or not worker.is_alive or not is_idle(worker) or status.is_draining:
         return False
-    member = generation.find_member(status.host)
+    member = generation.membership.find_member(status.host)
     if member is not None and member.incarnation == worker.incarnation:
         return False
     return not (
@@ -217,14 +211,14 @@ def list_replaced_workers(state: MembershipState, generation: GenerationNumber) 
 
     No agent asks them for the answer that they owe, so none of them can join.
     """
-    workers = {m: find_worker(state, m) for m in state.generation.members}
+    workers = {m: find_worker(state, m) for m in state.generation.membership.members}
     replaced = tuple(
         DroppedWorker(host=m.host, incarnation=m.incarnation, required_generation=generation)
         for m, worker in workers.items()
         if worker is not None and worker.exit_code is None
     )
     hosts = {d.host for d in replaced}
-    return tuple(d for d in state.generation.dropped_workers if d.host not in hosts) + replaced
+    return tuple(d for d in state.generation.membership.dropped_workers if d.host not in hosts) + replaced
 
 
 def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) -> tuple[DroppedWorker, ...]:
@@ -235,9 +229,9 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
     generation = state.generation
     # In FORM all answered this number before they were sent in; else this number is what they owe an answer to.
     answer = GenerationNumber(generation.number + (generation.phase is GenerationPhase.FORM))
-    found = {d.host: d for d in generation.dropped_workers}
+    found = {d.host: d for d in generation.membership.dropped_workers}
     stay = set(members)
-    for member in generation.members:
+    for member in generation.membership.members:
         status = state.hosts.get(member.host)
         worker = status.worker if status else None
         if member not in stay and worker is not None and worker.incarnation == member.incarnation:
@@ -258,7 +252,7 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
 
 def is_cut_off(state: MembershipState, host: HostName) -> bool:
     """Return whether a host was taken out because others cannot reach it, and has not been let in again since."""
-    return host in state.generation.separated and host in state.quarantined
+    return host in state.generation.failures.separated and host in state.quarantined
 
 
 def list_services(state: MembershipState, world: WorldId) -> list[tuple[HostName, CoordinationServiceStatus]]:
@@ -277,7 +271,10 @@ def list_services(state: MembershipState, world: WorldId) -> list[tuple[HostName
 def has_service(state: MembershipState) -> bool:
     """Return whether the service that the members connect to runs."""
     generation = state.generation
-    return any(s.address == generation.service_address for _, s in list_services(state, generation.world))
+    return any(
+        s.address == generation.membership.service_address
+        for _, s in list_services(state, generation.membership.world)
+    )
 
 
 def has_lost_service(state: MembershipState) -> bool:
@@ -285,22 +282,22 @@ def has_lost_service(state: MembershipState) -> bool:
 
     One that formed without needs none: no clique is formed in it.
     """
-    return bool(state.generation.service_address) and not has_service(state)
+    return bool(state.generation.membership.service_address) and not has_service(state)
 
 
 def owes_reach_report(generation: Generation, status: HostStatus) -> bool:
     """Return whether a member has yet to report whom it reaches, after a failure that no death explains."""
-    if generation.attempts == 0 or len(generation.members) < 2:
+    if generation.failures.attempts == 0 or len(generation.membership.members) < 2:
         return False
     return status.reach is None or status.reach.generation < generation.number
 
 
 def find_newest_step(state: MembershipState) -> int:
     """Return the newest committed step that any host or worker has reported."""
-    of_workers = [w.report.step for w in list_live_workers(state)]
+    of_workers = [w.report.held.step for w in list_live_workers(state)]
     # A host's own record outlives the worker that committed the step.
-    of_hosts = [status.step for status in state.hosts.values()]
-    return max([state.generation.progress, *of_workers, *of_hosts])
+    of_hosts = [status.progress.step for status in state.hosts.values()]
+    return max([state.generation.record.progress, *of_workers, *of_hosts])
 
 
 def find_recoverable_step(state: MembershipState) -> int:
@@ -310,21 +307,21 @@ def find_recoverable_step(state: MembershipState) -> int:
     guaranteed.
     """
     held = any(
-        status.worker is not None and status.worker.report.holds_state for status in state.hosts.values()
+        status.worker is not None and status.worker.report.held.holds_state for status in state.hosts.values()
     )
     kept = any(
         s.phase is SnapshotPhase.COMMITTED
         for statuses in get_snapshot_reports(state).values()
         for s in statuses[1]
     )
-    if held or kept or state.generation.progress > 0 or find_snapshot(state) is not None:
+    if held or kept or state.generation.record.progress > 0 or find_snapshot(state) is not None:
         return find_newest_step(state)
     return 0
 
 
 def have_all_finished_step(state: MembershipState) -> bool:
     """Return whether every member has finished a step in this generation, or all of its training."""
-    return all(w.report.has_finished_step or w.report.is_done for w in list_live_workers(state))
+    return all(w.report.place.has_finished_step or w.report.is_done for w in list_live_workers(state))
 
 
 def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
@@ -333,7 +330,9 @@ def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
     On hosts that some members cannot reach only if there is none without them.
     """
     reports = get_snapshot_reports(state)
-    reached = {host: report for host, report in reports.items() if host not in state.generation.separated}
+    reached = {
+        host: report for host, report in reports.items() if host not in state.generation.failures.separated
+    }
     return choose_snapshot(reached) or choose_snapshot(reports)
 
 
@@ -345,7 +344,7 @@ def is_snapshot_settling(state: MembershipState, present: SnapshotPlan) -> bool:
     """
     if len(present.sources) < sum(len(group.hosts) for group in present.groups):
         return False
-    copied = [worker.report.copied for worker in list_live_workers(state)]
+    copied = [worker.report.held.copied for worker in list_live_workers(state)]
     return bool(copied) and all(
         id is not None
         and id.generation == present.id.generation
@@ -361,8 +360,8 @@ def is_snapshot_needed(state: MembershipState) -> bool:
     They do until a snapshot of this generation is committed, or a member has the complete state.
     """
     generation = state.generation
-    members = {member.host for member in generation.members}
-    kept = generation.snapshot.sources if generation.snapshot is not None else ()
+    members = {member.host for member in generation.membership.members}
+    kept = generation.state.snapshot.sources if generation.state.snapshot is not None else ()
     if not any(source.host in state.hosts and source.host not in members for source in kept):
         return False
     is_newer_safe = any(
@@ -371,7 +370,7 @@ def is_snapshot_needed(state: MembershipState) -> bool:
         if host in members
         for s in status.snapshots
     )
-    return not (is_newer_safe or any(worker.report.holds_state for worker in list_live_workers(state)))
+    return not (is_newer_safe or any(worker.report.held.holds_state for worker in list_live_workers(state)))
 
 
 def explain_snapshots(state: MembershipState) -> str:
@@ -398,25 +397,25 @@ def list_counted_snapshots(generation: Generation, status: HostStatus) -> tuple[
 def _counts(generation: Generation, id: SnapshotId) -> bool:
     # Snapshots from before the job began anew are of another course of the training.
     return (
-        id.generation >= generation.initial_generation
-        and id not in generation.unreadable_snapshots
-        and not any(void.has(id) for void in generation.void_snapshots)
+        id.generation >= generation.state.initial_generation
+        and id not in generation.state.unreadable_snapshots
+        and not any(void.has(id) for void in generation.state.void_snapshots)
     )
 
 
 def owes_answer(generation: Generation, status: HostStatus) -> bool:
     """Return whether a host that does not train may have other snapshots than it had when it wrote its status."""
     return (
-        generation.world > 0  # else there is no snapshot, and no generation in the store to answer
+        generation.membership.world > 0  # else there is no snapshot, and no generation in the store to answer
         and status.snapshot_server is not None
         and status.generation < generation.number
-        and generation.find_member(status.host) is None
+        and generation.membership.find_member(status.host) is None
     )
 
 
 def awaits_snapshot_report(status: HostStatus) -> bool:
     """Return whether the worker has reported a snapshot that its host's server has yet to report."""
-    reported = status.worker.report.snapshot if status.worker is not None else None
+    reported = status.worker.report.held.snapshot if status.worker is not None else None
     return (
         reported is not None
         and status.snapshot_server is not None

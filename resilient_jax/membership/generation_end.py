@@ -1,7 +1,5 @@
 """How a generation ends: with the next number, in which members stop and are counted, or with the job. Pure."""
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.disruptions import Disruption
@@ -17,12 +15,13 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.kept_stages import list_groups
 from resilient_jax.membership.last_holders import have_last_copy
 from resilient_jax.membership.recovery_decision import decide_to_stop
-from resilient_jax.protocol.records import Generation, GenerationPhase, JobOutcome, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, Member
+from resilient_jax.protocol.record_parts import change_fields
 
 
 def finish(generation: Generation, outcome: JobOutcome) -> Generation:
     """Return the generation with which the job ends."""
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
         phase=GenerationPhase.FINISHED,
         outcome=outcome,
@@ -37,19 +36,19 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
     # Before any of them is left out, for only that one may know it.
     doubted = doubt_newer_states(state, number) or generation
     members = list_survivors(state) if members is None else members
-    no_member_died = members == generation.members
+    no_member_died = members == generation.membership.members
     # The members' own steps: one that only a dead host committed would count as progress forever.
-    made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
+    made_progress = any(w.report.held.step > generation.state.step for w in list_live_workers(state))
     # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
-    attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
-    before = generation.suspects if attempts > 1 else ()
+    attempts = (1 if made_progress else generation.failures.attempts + 1) if no_member_died else 0
+    before = generation.failures.suspects if attempts > 1 else ()
     suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
-    return msgspec.structs.replace(
+    return change_fields(
         doubted,
         number=number,
         phase=GenerationPhase.QUIESCE,
         members=members,
-        unreadable_snapshots=generation.unreadable_snapshots
+        unreadable_snapshots=generation.state.unreadable_snapshots
         + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary_step=None,
         ends_job=False,
@@ -62,7 +61,7 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
         are_parts_doubtful=doubt_parts(state, attempts, is_explained=why.is_explained),
         failed_host=why.failed_host,
         suspects=suspects,
-        taken_out=generation.taken_out if attempts > 1 else None,
+        taken_out=generation.failures.taken_out if attempts > 1 else None,
         failure_text=why.failure_text,
         reason=why.reason,
         hang="",
@@ -83,11 +82,9 @@ def break_off(
     left = quiesce(state, why, members)
     if not config.replaces_workers:
         return left
-    if have_last_copy(state, left, left.members):
+    if have_last_copy(state, left, left.membership.members):
         kept = (
             f"{left.reason}; workers that are left are not replaced: no snapshot has the state that they have"
         )
-        return msgspec.structs.replace(left, reason=kept)
-    return msgspec.structs.replace(
-        left, members=(), dropped_workers=list_replaced_workers(state, left.number)
-    )
+        return change_fields(left, reason=kept)
+    return change_fields(left, members=(), dropped_workers=list_replaced_workers(state, left.number))

@@ -13,7 +13,8 @@ from typing import Final
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState, find_worker, is_idle
 from resilient_jax.membership.severities import Evidence
-from resilient_jax.protocol.records import GenerationPhase, Member, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase, Member
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 
 PATIENCE: Final = 2.0
@@ -46,7 +47,7 @@ def find_hang(state: MembershipState) -> Hang | None:
         return None
     overdue: dict[HostName, OverdueTask] = {}
     num_idle = 0
-    for member in generation.members:
+    for member in generation.membership.members:
         worker = find_worker(state, member)
         if worker is None:
             return None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 
 
 class HostShares(NamedTuple):
@@ -24,12 +24,12 @@ class HostShares(NamedTuple):
     @classmethod
     def of(cls, state: MembershipState) -> "HostShares":
         """Return the shares of a job's hosts."""
-        return cls(state, max((status.num_devices for status in state.hosts.values()), default=0))
+        return cls(state, max((status.devices.num_devices for status in state.hosts.values()), default=0))
 
     def count_used(self, host: HostName) -> float:
         """Return what a host counts with the devices that a worker uses which starts now."""
         status = self.state.hosts.get(host)
-        return self._divide(status, status.num_used if status is not None else 0)
+        return self._divide(status, status.devices.num_used if status is not None else 0)
 
     def count_complete(self, host: HostName) -> float:
         """Return what a host counts with all of its devices."""
@@ -46,5 +46,5 @@ class HostShares(NamedTuple):
 
     def _divide(self, status: HostStatus | None, num_used: int) -> float:
         """Return what a host counts that uses so many devices; 0: all."""
-        num_devices = status.num_devices if status is not None else 0
+        num_devices = status.devices.num_devices if status is not None else 0
         return min((num_used or num_devices or self.most) / self.most, 1.0) if self.most else 1.0

@@ -1,7 +1,7 @@
 """The end of a job all of whose hosts got a notice to leave: what is saved first, and what is lost. Pure.
 
 A time limit, `scancel` and SIGTERM to `launch` reach all hosts, within a moment or one after the other. Members save a
-checkpoint in the last step before a boundary that ends the job (`Generation.ends_job`). If they stopped at another one,
+checkpoint in the last step before a boundary that ends the job (`ends_job`). If they stopped at another one,
 because the others had got no notice yet, or lost a host meanwhile, they go on together to do so. No host waits longer
 than its notice allows: one that is out of time ends the job as it is.
 """
@@ -13,14 +13,15 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState, find_newest_step, list_live_workers
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 
 NOTICE_TEXT: Final = "all hosts got a notice to leave"
 
 
 def have_all_notice(state: MembershipState) -> bool:
     """Return whether all members' hosts got a notice; a quarantine is none."""
-    hosts = [state.hosts.get(member.host) for member in state.generation.members]
+    hosts = [state.hosts.get(member.host) for member in state.generation.membership.members]
     return bool(hosts) and all(status is not None and status.is_draining for status in hosts)
 
 
@@ -38,13 +39,13 @@ def is_any_staying(
 
 def saves_on_notice(state: MembershipState) -> bool:
     """Return whether the members save checkpoints, as one of them says."""
-    return any(worker.report.saves_on_notice for worker in list_live_workers(state))
+    return any(worker.report.checkpoints.saves_on_notice for worker in list_live_workers(state))
 
 
 def is_out_of_time(state: MembershipState) -> bool:
     """Return whether all members must leave, and one of them now."""
     return have_all_notice(state) and any(
-        state.hosts[member.host].is_out_of_time for member in state.generation.members
+        state.hosts[member.host].is_out_of_time for member in state.generation.membership.members
     )
 
 
@@ -58,18 +59,21 @@ def decide_to_end(state: MembershipState, waited_s: float, config: MembershipCon
     if all(report.is_done for report in reports):
         return JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE))
     # They look for what is saved just now. Storage that hangs must not keep them.
-    if any(r.is_polling_checkpoints for r in reports) and waited_s <= config.checkpoint_poll_timeout_s:
+    if (
+        any(r.checkpoints.is_polling_checkpoints for r in reports)
+        and waited_s <= config.checkpoint_poll_timeout_s
+    ):
         return None
     return make_notice_outcome(state)
 
 
 def must_save_first(state: MembershipState) -> bool:
     """Return whether the members, which are idle and must leave, are to go on for a checkpoint of their last steps."""
-    if state.generation.ends_job or not saves_on_notice(state):
+    if state.generation.planned.ends_job or not saves_on_notice(state):
         return False
     reports = [worker.report for worker in list_live_workers(state)]
     # As long as one looks for what is saved, it may be that all is.
-    if any(report.is_done or report.is_polling_checkpoints for report in reports):
+    if any(report.is_done or report.checkpoints.is_polling_checkpoints for report in reports):
         return False
     return find_newest_step(state) > (_find_saved_step(state) or 0)
 
@@ -106,9 +110,11 @@ def _explain_time(state: MembershipState) -> str:
 
 def _find_saved_step(state: MembershipState) -> int | None:
     hosts: list[HostStatus] = [
-        state.hosts[member.host] for member in state.generation.members if member.host in state.hosts
+        state.hosts[member.host]
+        for member in state.generation.membership.members
+        if member.host in state.hosts
     ]
-    seen = [status.worker.report.checkpoint_step for status in hosts if status.worker is not None]
-    trusted = state.generation.trusted_step
+    seen = [status.worker.report.checkpoints.checkpoint_step for status in hosts if status.worker is not None]
+    trusted = state.generation.state.trusted_step
     counted = [step for step in seen if step is not None and (trusted is None or step <= trusted)]
     return max(counted, default=None)

@@ -30,7 +30,8 @@ from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.membership.planned_axes import find_decided_number, gives_up_axes
-from resilient_jax.protocol.records import Generation, GenerationPhase, WorldChange
+from resilient_jax.protocol.generation import Generation, GenerationPhase, WorldChange
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import (
     KEEPING_ACTIONS,
     JobHistory,
@@ -58,27 +59,36 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
     history = _get_history(state)
     history = msgspec.structs.replace(history, observed_s=history.observed_s + now - since_s)
     memory = dataclasses.replace(memory, observed_until_s=now, unwritten=None)
-    if after.decision != before.decision:
+    if after.record.decision != before.record.decision:
         memory = dataclasses.replace(memory, decided_s=now)
     if after.number > before.number:
         history = _note_step_time(state, history, now)
         memory = dataclasses.replace(memory, steady_since_s=None, gives_up_stages=False)
-        noticed = (m.host for m in before.members if has_notice(state, m.host))
+        noticed = (m.host for m in before.membership.members if has_notice(state, m.host))
         memory = dataclasses.replace(memory, noticed=frozenset(noticed))
         if after.phase is GenerationPhase.QUIESCE:
             lost = [
                 m.host
-                for m in before.members
+                for m in before.membership.members
                 if find_worker(state, m) is None
-                or ((after.keeps_workers or after.members) and m not in after.members)
+                or (
+                    (after.membership.keeps_workers or after.membership.members)
+                    and m not in after.membership.members
+                )
             ]
             stalled = memory.stalled_since_s if memory.stalled_since_s is not None else now
             memory = dataclasses.replace(memory, stalled_since_s=stalled)
-            failed = [host for host in lost if host != after.taken_out and not _is_planned(before, host)]
+            failed = [
+                host for host in lost if host != after.failures.taken_out and not _is_planned(before, host)
+            ]
             causes = find_loss_causes(state, failed)
             history, memory = _note_losses(history, memory, causes, after, now)
     elif before.phase is GenerationPhase.BOUNDARY:
-        gives_up = bool(list_absent(before)) and not list_absent(after) and before.members == after.members
+        gives_up = (
+            bool(list_absent(before))
+            and not list_absent(after)
+            and before.membership.members == after.membership.members
+        )
         # What it takes to give axes up is the time of no change that a decision prices.
         stalled_since_s = None if gives_up_axes(before) else now
         memory = dataclasses.replace(memory, stalled_since_s=stalled_since_s, gives_up_stages=gives_up)
@@ -91,7 +101,7 @@ def note_transition(state: MembershipState, after: Generation, now: float) -> Me
         history, memory = _note_members_back(history, memory, after, now)
         history = forget_returns(history, _list_missed(state, after, now))
     return dataclasses.replace(
-        state, generation=msgspec.structs.replace(after, history=history), phase_since_s=now, memory=memory
+        state, generation=change_fields(after, history=history), phase_since_s=now, memory=memory
     )
 
 
@@ -101,40 +111,44 @@ def _note_members_back(
     """Return both without the members that were away; those that were waited for are back only now."""
     waiting = dict(memory.lost_since_s)
     for host, (since_s, cause) in memory.lost_since_s.items():
-        if after.find_member(host) is not None:
+        if after.membership.find_member(host) is not None:
             del waiting[host]
             history = add_time(history, TimedChange.RETURN, now - since_s)
             history = add_return(history, host, cause, now - since_s)
-    away = tuple(one for one in history.away if after.find_member(one.host) is None)
+    away = tuple(one for one in history.away if after.membership.find_member(one.host) is None)
     return msgspec.structs.replace(history, away=away), dataclasses.replace(memory, lost_since_s=waiting)
 
 
 def _list_missed(state: MembershipState, after: Generation, now: float) -> list[HostName]:
     """Return the hosts that were waited for to the end, and are no members after it."""
-    decision = state.generation.decision
+    decision = state.generation.record.decision
     if decision is None or decision.action not in (RecoveryAction.WAIT, *KEEPING_ACTIONS):
         return []
     if now - state.memory.decided_s <= decision.wait_s:
         return []
-    return [host for host in decision.awaited if after.find_member(host) is None]
+    return [host for host in decision.awaited if after.membership.find_member(host) is None]
 
 
 def _is_planned(before: Generation, host: HostName) -> bool:
     """Return whether a worker was lost because it was decided that its host goes on with fewer devices."""
-    member = before.find_member(host)
-    return member is not None and (host, member.incarnation) in before.slowness.restarting
+    member = before.membership.find_member(host)
+    return member is not None and (host, member.incarnation) in before.record.slowness.restarting
 
 
 def _has_cold_members(state: MembershipState, after: Generation) -> bool:
     """Return whether hosts become members that have loaded no programs yet, for which the others wait."""
-    before = {(member.host, member.incarnation) for member in state.generation.members}
-    come = [m.host for m in after.members if (m.host, m.incarnation) not in before and m.host in state.hosts]
+    before = {(member.host, member.incarnation) for member in state.generation.membership.members}
+    come = [
+        m.host
+        for m in after.membership.members
+        if (m.host, m.incarnation) not in before and m.host in state.hosts
+    ]
     return any(is_cold(state.hosts[host]) for host in come)
 
 
 def _has_waited(before: Generation, memory: LeaderMemory, now: float) -> bool:
     """Return whether hosts were waited for in this change: then its time counts from the end of the wait."""
-    decision = before.decision
+    decision = before.record.decision
     if decision is not None and decision.action is RecoveryAction.WAIT and decision.number == before.number:
         return True
     return memory.stalled_since_s is not None and now - memory.stalled_since_s > MAX_QUIESCE_S
@@ -146,7 +160,7 @@ def note_progress(state: MembershipState, now: float) -> MembershipState:
     if generation.phase is not GenerationPhase.ACTIVE:
         return state
     is_measured = memory.steady_since_s is not None and not memory.lost_since_s
-    if is_measured or not (generation.members and have_all_finished_step(state)):
+    if is_measured or not (generation.membership.members and have_all_finished_step(state)):
         return state
     if memory.steady_since_s is None:
         state = _note_first_step(state, now)
@@ -206,8 +220,8 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
     # Without the time of a step it is not known which part of the time is the change.
     if stalled_since_s is not None and history.step_s > 0:
         seconds = max(now - stalled_since_s - history.step_s, 0.0)
-        is_restored = generation.state_loss is not None or (
-            generation.snapshot is not None and not generation.is_state_in_parts
+        is_restored = generation.state.state_loss is not None or (
+            generation.state.snapshot is not None and not generation.state.is_state_in_parts
         )
         change = TimedChange.RESTORE if is_restored else _find_timed_change(generation, memory)
         if change is not None:
@@ -218,9 +232,9 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
         steady_since_s=now,
         steady_step=find_newest_step(state),
         num_used={
-            member.host: status.num_used
-            for member in generation.members
-            if (status := state.hosts.get(member.host)) is not None and status.num_used
+            member.host: status.devices.num_used
+            for member in generation.membership.members
+            if (status := state.hosts.get(member.host)) is not None and status.devices.num_used
         },
         unwritten=history,
     )
@@ -229,8 +243,8 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
 
 def _find_timed_change(generation: Generation, memory: LeaderMemory) -> TimedChange | None:
     """Return of which change the time was measured; None: of one to axes whose programs were not ready."""
-    decision = generation.decision
-    if generation.slowness.divided_in == generation.number or memory.gives_up_stages:
+    decision = generation.record.decision
+    if generation.record.slowness.divided_in == generation.number or memory.gives_up_stages:
         return TimedChange.REDIVIDE
     if decision is not None and find_decided_number(decision) == generation.number:
         if decision.action is RecoveryAction.KEEP_STAGES:
@@ -239,9 +253,9 @@ def _find_timed_change(generation: Generation, memory: LeaderMemory) -> TimedCha
             return None
         if decision.has_new_axes and decision.action is RecoveryAction.SHRINK:
             return TimedChange.NEW_AXES
-    if generation.change is WorldChange.REFORM and memory.has_cold_members:
+    if generation.membership.change is WorldChange.REFORM and memory.has_cold_members:
         return TimedChange.REFORM_COLD
-    return _TIMED[generation.change]
+    return _TIMED[generation.membership.change]
 
 
 def _note_returns(state: MembershipState, now: float) -> MembershipState:
@@ -262,4 +276,4 @@ def _note_returns(state: MembershipState, now: float) -> MembershipState:
 
 def _get_history(state: MembershipState) -> JobHistory:
     """Return the history with what is not written yet. No decision rests on that: another leader would not know it."""
-    return state.memory.unwritten or state.generation.history
+    return state.memory.unwritten or state.generation.record.history

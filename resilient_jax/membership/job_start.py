@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.leader_memory import LeaderMemory
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 
 FIRST_GENERATION = Generation(
     number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts"
@@ -44,6 +44,6 @@ def begin_anew(ended: Generation) -> Generation:
     Its number is a new one. Nothing of the ended one counts but what is on storage.
     """
     number = GenerationNumber(ended.number + 1)
-    return msgspec.structs.replace(
+    return change_fields(
         FIRST_GENERATION, number=number, initial_generation=number, reason="the job starts again"
     )

@@ -7,11 +7,11 @@ The other hosts of such a replica stay holders of their blocks. So nothing moves
 from collections.abc import Collection, Iterable
 from typing import Final
 
-import msgspec
-
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState, list_live_workers
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.state_records import StageLoss, StatePart
 
@@ -41,7 +41,7 @@ def find_stage_loss(kept: Collection[HostStatus], joiners: Collection[HostStatus
 def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[HostName, ...]:
     """Return the hosts of all replicas in their order, as before the loss; empty: no member that is left says it."""
     reported = (part.order for part in _list_newest_parts(kept) if part.order)
-    return generation.stage_hosts or next(reported, ())
+    return generation.shape.stage_hosts or next(reported, ())
 
 
 def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
@@ -53,12 +53,12 @@ def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
     generation = state.generation
     # In one that is aborted while it forms, blocks have not moved yet.
     if generation.phase in (GenerationPhase.QUIESCE, GenerationPhase.FORM):
-        return generation.earlier_stage_hosts
-    has_parts = any(worker.report.part is not None for worker in list_live_workers(state))
-    if not has_parts and not generation.earlier_stage_hosts:
+        return generation.shape.earlier_stage_hosts
+    has_parts = any(worker.report.held.part is not None for worker in list_live_workers(state))
+    if not has_parts and not generation.shape.earlier_stage_hosts:
         return ()
-    hosts = generation.stage_hosts or tuple(member.host for member in generation.members)
-    return (*generation.earlier_stage_hosts, hosts)[-MAX_GROUPS:]
+    hosts = generation.shape.stage_hosts or tuple(member.host for member in generation.membership.members)
+    return (*generation.shape.earlier_stage_hosts, hosts)[-MAX_GROUPS:]
 
 
 def note_stage_hosts(
@@ -75,7 +75,7 @@ def note_stage_hosts(
     stage_hosts = _list_stage_hosts(state.generation, formed, decision)
     order = list_order(state.generation, kept)
     earlier = () if stage_hosts else (order,) if order else list_groups(state)
-    return msgspec.structs.replace(formed, stage_hosts=stage_hosts, earlier_stage_hosts=earlier)
+    return change_fields(formed, stage_hosts=stage_hosts, earlier_stage_hosts=earlier)
 
 
 def _list_stage_hosts(
@@ -90,21 +90,23 @@ def _list_stage_hosts(
         formed.number,
     ):
         return decision.stage_hosts
-    members = {member.host for member in formed.members}
-    return before.stage_hosts if members == set(before.stage_hosts) else ()
+    members = {member.host for member in formed.membership.members}
+    return before.shape.stage_hosts if members == set(before.shape.stage_hosts) else ()
 
 
 def list_absent(generation: Generation) -> tuple[HostName, ...]:
     """Return the hosts whose stages are kept."""
-    return tuple(host for host in generation.stage_hosts if generation.find_member(host) is None)
+    return tuple(
+        host for host in generation.shape.stage_hosts if generation.membership.find_member(host) is None
+    )
 
 
 def _list_newest_parts(kept: Iterable[HostStatus]) -> list[StatePart]:
     """Return the parts of members that are of the newest generation which any of them trained in."""
     parts: list[StatePart] = [
-        status.worker.report.part
+        status.worker.report.held.part
         for status in kept
-        if status.worker is not None and status.worker.report.part is not None
+        if status.worker is not None and status.worker.report.held.part is not None
     ]
     newest = max((part.generation for part in parts), default=0)
     return [part for part in parts if part.generation == newest]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from resilient_jax.ids import HostName
 from resilient_jax.membership.doubt import have_state
 from resilient_jax.membership.facts import MembershipState, find_snapshot, is_draining
-from resilient_jax.protocol.records import Generation, Member
+from resilient_jax.protocol.generation import Generation, Member
 
 
 def have_last_copy(state: MembershipState, generation: Generation, members: Iterable[Member]) -> bool:
@@ -57,16 +57,18 @@ def find_suspect(state: MembershipState, min_hosts: int) -> tuple[HostName | Non
         None for the first: no host can be spared. None for the second: the host is no last holder.
     """
     generation = state.generation
-    here = [host for host in generation.suspects if host in state.hosts]
+    here = [host for host in generation.failures.suspects if host in state.hosts]
     num_left = sum(
         status.worker is not None and status.worker.is_alive and not is_draining(state, host)
         for host, status in state.hosts.items()
     )
     if not here or num_left <= min_hosts:
         return None, None
-    others = [member.host for member in generation.members if member.host not in here]
+    others = [member.host for member in generation.membership.members if member.host not in here]
     ranked = [*sorted(dict.fromkeys(reversed(here)), key=here.count, reverse=True), *reversed(others)]
-    if not is_needed_by_others(state, generation.members, ranked[:1]):
+    if not is_needed_by_others(state, generation.membership.members, ranked[:1]):
         return ranked[0], None
-    instead = (host for host in ranked[1:] if not is_needed_by_others(state, generation.members, [host]))
+    instead = (
+        host for host in ranked[1:] if not is_needed_by_others(state, generation.membership.members, [host])
+    )
     return next(instead, None), ranked[0]

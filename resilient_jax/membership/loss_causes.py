@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from resilient_jax.ids import HostName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.worker_errors import find_user_error_on
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.recovery_records import LossCause
 
 
@@ -24,8 +24,8 @@ def find_left(state: MembershipState, after: Generation) -> dict[HostName, LossC
     """Return the members that leave after a notice when `after` is formed; none that is in quarantine."""
     return {
         member.host: LossCause.NOTICE
-        for member in state.generation.members
-        if after.find_member(member.host) is None and has_notice(state, member.host)
+        for member in state.generation.membership.members
+        if after.membership.find_member(member.host) is None and has_notice(state, member.host)
     }
 
 
@@ -41,11 +41,11 @@ def _find_cause(state: MembershipState, host: HostName) -> LossCause | None:
         return LossCause.NOTICE
     if status is None:
         return LossCause.HOST
-    member, worker = state.generation.find_member(host), status.worker
-    if member is not None and member.incarnation == status.ended_for_return:
+    member, worker = state.generation.membership.find_member(host), status.worker
+    if member is not None and member.incarnation == status.devices.ended_for_return:
         return None
     # 0: all.
-    before, now = (used or math.inf for used in (state.memory.num_used.get(host, 0), status.num_used))
+    before, now = (used or math.inf for used in (state.memory.num_used.get(host, 0), status.devices.num_used))
     if now != before:
         return LossCause.DEVICE if now < before else None
     is_there = (

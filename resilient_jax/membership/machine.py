@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.ids import HostName
 from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
@@ -23,7 +21,9 @@ from resilient_jax.membership.recovery_decision import is_wait_over
 from resilient_jax.membership.rules import decide
 from resilient_jax.membership.tally import MembershipTally
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,14 +140,16 @@ class MembershipMachine:
         generation, tally = self._state.generation, self._tally
         if generation.phase is not GenerationPhase.ACTIVE:
             return False
-        if (generation.state_loss, generation.trusted_step, generation.separated) != (None, None, ()) or (
-            generation.snapshot is not None and tally.is_snapshot_released()
-        ):
+        if (generation.state.state_loss, generation.state.trusted_step, generation.failures.separated) != (
+            None,
+            None,
+            (),
+        ) or (generation.state.snapshot is not None and tally.is_snapshot_released()):
             return True
-        if tally.count_losses_left() != generation.losses_left:
+        if tally.count_losses_left() != generation.record.losses_left:
             return True
-        is_due = generation.progress == 0 or waited_s >= self._config.progress_interval_s
-        return is_due and tally.find_recoverable_step() > generation.progress
+        is_due = generation.record.progress == 0 or waited_s >= self._config.progress_interval_s
+        return is_due and tally.find_recoverable_step() > generation.record.progress
 
     def _decide(self, now: float) -> tuple[MembershipCommand, ...]:
         state, commands = decide(self._state, now, self._config)
@@ -173,26 +175,26 @@ class MembershipMachine:
 def apply_progress(hosts: Mapping[HostName, HostStatus], event: HostProgressed) -> HostStatus | None:
     """Return the new status of a host that has made progress; None if it has not, or is another agent's by now."""
     status = hosts.get(event.host)
-    if status is None or status.agent_id != event.agent_id or status.step >= event.step:
+    if status is None or status.agent.id != event.agent_id or status.progress.step >= event.step:
         return None
-    return msgspec.structs.replace(status, step=event.step)
+    return change_fields(status, step=event.step)
 
 
 def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[object, ...]:
     """Return what may lead to a change of members while all members train, beside what is counted."""
     worker, standby = status.worker, status.standby
-    member = generation.find_member(status.host)
+    member = generation.membership.find_member(status.host)
     trains = worker is not None and member is not None and worker.incarnation == member.incarnation
     read: object = worker
     if worker is not None and trains:
         report = worker.report
-        read = (report.holds_state, report.overdue, report.slow_hosts, report.slowdown)
+        read = (report.held.holds_state, report.overdue, report.findings.slow_hosts, report.findings.slowdown)
     return (
         read,
         standby.worker if standby is not None else None,
         status.services,
         status.is_draining,
         status.is_spare,
-        status.standby_devices,
+        status.devices.num_standby,
         status.reach,
     )

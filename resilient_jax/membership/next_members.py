@@ -11,7 +11,7 @@ from resilient_jax.membership.facts import MembershipState, find_worker
 from resilient_jax.membership.job_history import bound_step_s
 from resilient_jax.membership.spare_hosts import choose_joiners
 from resilient_jax.membership.world_formation import can_change_in_place, keep_seats
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
@@ -43,10 +43,10 @@ def expect_members(
         copy_timeout_s: after this time the members pause, whether all have their copies or not.
     """
     # Those that leave, too: all members have to hold the pause, or none.
-    workers = [find_worker(state, member) for member in state.generation.members]
-    if not all(worker is not None and worker.report.part is not None for worker in workers):
+    workers = [find_worker(state, member) for member in state.generation.membership.members]
+    if not all(worker is not None and worker.report.held.part is not None for worker in workers):
         return None
-    parts = [status.worker.report.part for status in kept if status.worker is not None]
+    parts = [status.worker.report.held.part for status in kept if status.worker is not None]
     if not are_parts_complete([part for part in parts if part is not None]):
         return None
     joiners = choose_joiners(state, kept, config)
@@ -73,7 +73,7 @@ def limit_notice_copies_s(state: MembershipState, now: float, config: Membership
 
 def is_wait_too_long_for(state: MembershipState, host: HostName) -> bool:
     """Return whether a member, in a pause that waits for copies, must leave before: by a notice or quarantine since."""
-    members, status = state.generation.next_members, state.hosts.get(host)
+    members, status = state.generation.planned.next_members, state.hosts.get(host)
     if members is None or status is None:
         return False
     # A new leader does not know when the notice came.

@@ -11,8 +11,9 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.plan_records import PlanAxes, PlanChange, PlanConstants, PlanOutlook
-from resilient_jax.protocol.records import Generation, HostStatus
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
 
 AXES_ACTIONS: Final = frozenset(
@@ -31,7 +32,7 @@ def find_plan_change(
     """
     joining = {status.host for status in joiners}
     present = joining.union(status.host for status in kept)
-    if any(status.num_used for status in joiners):  # fewer than its own
+    if any(status.devices.num_used for status in joiners):  # fewer than its own
         return None
     return _find_latest(
         (plans, change)
@@ -70,7 +71,9 @@ def _list_outlooks(members: Collection[HostStatus]) -> list[PlanOutlook]:
     reports = [status.worker.report for status in members if status.worker is not None]
     newest = max((report.entered for report in reports), default=0)
     return [
-        report.plans for report in reports if report.plans is not None and report.plans.generation == newest
+        report.findings.plans
+        for report in reports
+        if report.findings.plans is not None and report.findings.plans.generation == newest
     ]
 
 
@@ -109,7 +112,7 @@ def list_axes(
 ) -> PlanAxes:
     """Return the axes of the next generation; empty: those of the best plan for its hosts, whichever these are."""
     if decision is not None and decision.plan_axes and find_decided_number(decision) == before.number:
-        members = {*(member.host for member in before.members), *decision.joining}
+        members = {*(member.host for member in before.membership.members), *decision.joining}
         # Until the boundary others may have come or gone.
         if not decision.joining or members == {status.host for status in (*kept, *joiners)}:
             return decision.plan_axes
@@ -127,7 +130,7 @@ def _find_next_axes(before: Generation, outlook: PlanOutlook, change: PlanChange
 def find_constants(before: Generation, kept: Collection[HostStatus]) -> PlanConstants:
     """Return the constants of the cost model by which the next generation plans: those fitted to the most plans."""
     found = max(_list_outlooks(kept), key=lambda outlook: outlook.num_measured, default=None)
-    return found.fitted if found is not None and found.fitted else before.plan_constants
+    return found.fitted if found is not None and found.fitted else before.shape.plan_constants
 
 
 def find_decided_number(decision: RecoveryDecision) -> GenerationNumber:
@@ -148,7 +151,7 @@ def gives_up_axes(generation: Generation) -> bool:
 
 def _find_kept_in(generation: Generation) -> int | None:
     """Return the number of the generation that the last decision kept axes for; None: it did something else."""
-    decision = generation.decision
+    decision = generation.record.decision
     if decision is None or decision.action is not RecoveryAction.KEEP_AXES:
         return None
     return find_decided_number(decision)

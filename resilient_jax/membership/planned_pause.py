@@ -1,9 +1,8 @@
 """How every planned change of members begins. Pure."""
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.state_records import NextMembers
 
 
@@ -21,7 +20,7 @@ def begin_pause(
         next_members: members that blocks are copied for; None: no blocks are copied.
         taken_out: slow host that the change leaves out; None: the change leaves none out.
     """
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.PAUSE,

@@ -8,7 +8,7 @@ ends early leaves nothing behind, and a job of short generations is never protec
 from typing import Final
 
 from resilient_jax.membership.failure_forecast import expect_failure_s
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.snapshots import Protection, SnapshotPlan
 
 ENOUGH_LOSSES: Final = 2
@@ -25,11 +25,15 @@ def choose_protection(before: Generation, formed: Generation, snapshot: Snapshot
         snapshot: newest snapshot that can be rebuilt; None: there is none.
     """
     # Of the generation before, or of all that it has committed.
-    is_recent = snapshot is not None and (snapshot.id.step > before.step or snapshot.id.step >= formed.step)
-    has_enough = formed.losses_left is not None and formed.losses_left >= ENOUGH_LOSSES
+    is_recent = snapshot is not None and (
+        snapshot.id.step > before.state.step or snapshot.id.step >= formed.state.step
+    )
+    has_enough = formed.record.losses_left is not None and formed.record.losses_left >= ENOUGH_LOSSES
     # Where all workers are replaced, nothing but snapshots outlives a loss.
-    can_wait = is_recent and has_enough and formed.keeps_workers
+    can_wait = is_recent and has_enough and formed.membership.keeps_workers
     return Protection(
         from_first_commit=not can_wait,
-        next_failure_s=expect_failure_s(formed.history, [member.host for member in formed.members]),
+        next_failure_s=expect_failure_s(
+            formed.record.history, [member.host for member in formed.membership.members]
+        ),
     )

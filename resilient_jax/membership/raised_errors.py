@@ -8,8 +8,6 @@ a host or the network may come to several hosts at once (shared storage, a switc
 host's tries are used up.
 """
 
-import msgspec
-
 from resilient_jax.health.error_texts import Blame
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.disruptions import Disruption
@@ -30,8 +28,10 @@ from resilient_jax.membership.state_loss import (
     make_state_loss_outcome,
 )
 from resilient_jax.membership.worker_errors import find_error, read_error, summarize_worker_error
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.raised_error import RaisedError
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.record_parts import change_fields
 
 
 def react_to_errors(state: MembershipState, config: MembershipConfig) -> Generation | None:
@@ -48,7 +48,7 @@ def react_to_errors(state: MembershipState, config: MembershipConfig) -> Generat
     raised = [read_error(status) for status, _ in found]
     for (status, outcome), error in zip(found, raised, strict=True):
         if _is_programs(state, status, error, raised, config):
-            lost = generation.state_loss
+            lost = generation.state.state_loss
             return finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))
     return _try_again(state, raised[0], found[0][1], config)
 
@@ -67,7 +67,7 @@ def _is_programs(
     if blame is Blame.PROGRAM or (worker.exit_code == 0 and worker.report.entered == 0):
         return True  # a script that never comes to its training does so on no host
     action = _choose(state, error, config)
-    known = (*state.generation.raised, *others)
+    known = (*state.generation.failures.raised, *others)
     is_common = any(one.host != error.host and one.is_same_error(error) for one in known)
     if is_common and (blame is Blame.UNKNOWN or action is not Action.RESTART_WORKER):
         return True
@@ -78,7 +78,7 @@ def _is_programs(
 
 def _choose(state: MembershipState, error: RaisedError, config: MembershipConfig) -> Action:
     """Return what to do about an error, by how often its host has raised one at this step."""
-    before = sum((one.host, one.step) == (error.host, error.step) for one in state.generation.raised)
+    before = sum((one.host, one.step) == (error.host, error.step) for one in state.generation.failures.raised)
     return choose_action(Evidence.RAISED, before, {Tries.ERROR_RESTARTS: config.max_error_restarts})
 
 
@@ -111,10 +111,10 @@ def _can_state_survive(state: MembershipState, raised: list[RaisedError], config
 
 def explain_by_error(generation: Generation, outcome: JobOutcome) -> JobOutcome:
     """Return the outcome of a job that cannot go on without a state: an error, if it was that which lost the state."""
-    last = generation.raised[-1] if generation.raised else None
-    if last is None or last.host != generation.failed_host:
+    last = generation.failures.raised[-1] if generation.failures.raised else None
+    if last is None or last.host != generation.failures.failed_host:
         return outcome
-    text = generation.failure_text
+    text = generation.failures.failure_text
     return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=last.host, message=text)
 
 
@@ -132,7 +132,7 @@ def _try_again(
         )
     raised = (*_list_open(state), error)
     members = tuple(m for m in list_survivors(state) if m.host != error.host)
-    member = generation.find_member(error.host)
+    member = generation.membership.find_member(error.host)
     if member is not None and member.incarnation == error.incarnation:
         why = Disruption(what, error.host, outcome.message)
         without = break_off(state, why, config, members)
@@ -140,9 +140,9 @@ def _try_again(
         without = generation  # the members do not stop for one that is none
     else:
         return None
-    taken_out = error.host if is_out else without.taken_out
+    taken_out = error.host if is_out else without.failures.taken_out
     reason = what if is_out else without.reason
-    return msgspec.structs.replace(without, raised=raised, taken_out=taken_out, reason=reason)
+    return change_fields(without, raised=raised, taken_out=taken_out, reason=reason)
 
 
 def _list_open(state: MembershipState) -> tuple[RaisedError, ...]:
@@ -150,7 +150,7 @@ def _list_open(state: MembershipState) -> tuple[RaisedError, ...]:
     newest = find_newest_step(state)
     return tuple(
         error
-        for error in state.generation.raised
+        for error in state.generation.failures.raised
         if error.step >= newest or _is_shown(state.hosts.get(error.host), error)
     )
 

@@ -28,8 +28,9 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.severities import Action, Evidence, choose_action
 from resilient_jax.membership.vertex_cover import Pair, list_covers
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 
 MAX_NAMED: Final = 3
 """Pairs of which a reason names the hosts."""
@@ -55,12 +56,12 @@ def find_reach_report(generation: Generation, status: HostStatus) -> ReachReport
     report = status.reach
     if report is None or report.generation != generation.number or not report.unreached:
         return None
-    return report if generation.find_member(status.host) is not None else None
+    return report if generation.membership.find_member(status.host) is not None else None
 
 
 def find_separation(state: MembershipState, config: MembershipConfig) -> Separation | None:
     """Return which members cannot reach each other, and who leaves; None: all do, or a death may explain it."""
-    members = state.generation.members
+    members = state.generation.membership.members
     reports = {
         member.host: report
         for member in members

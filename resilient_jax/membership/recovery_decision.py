@@ -41,7 +41,8 @@ from resilient_jax.membership.recovery_policy import Choice, choose_admission, c
 from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.membership.spare_hosts import count_places, explain_cold_join, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, explain_new_world, is_in_place
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.recovery_records import (
     WAITING_ACTIONS,
     LossCause,
@@ -75,7 +76,7 @@ def decide_after_loss(
     generation, present = state.generation, [*kept, *joiners]
     places = count_places(state, present, config.num_hosts)
     awaited = _list_awaited(state, present, places)
-    recorded = generation.decision
+    recorded = generation.record.decision
     has_waited = (
         recorded is not None
         and recorded.action is RecoveryAction.WAIT
@@ -91,7 +92,7 @@ def decide_after_loss(
     planned = find_plan_change(kept, joiners)
     # With hosts that join now no other axes are an option; those that follow are recorded all the same.
     foreseen = planned if planned is not None and planned[1].groups and not joiners else None
-    lost = [one.host for one in generation.history.away if one.number == generation.number]
+    lost = [one.host for one in generation.record.history.away if one.number == generation.number]
     # What was estimated is of all that are gone, also if they were lost one after the other.
     if stage is not None:
         lost = list(stage.hosts)
@@ -110,14 +111,14 @@ def decide_after_loss(
         new_world_because="" if in_place else explain_new_world(state, kept, joiners),
         can_join_in_place=_has_seats(state, config, is_same_world=in_place and has_service(state)),
         needs_restore=not (origin.sources or origin.part_holders)
-        and (origin.snapshot is not None or generation.progress > 0),
+        and (origin.snapshot is not None or generation.record.progress > 0),
         stage=stage,
         plan=foreseen[1] if foreseen is not None else None,
         has_new_axes=foreseen is not None and foreseen[1].best_axes != foreseen[0].axes,
         stage_return_s=awaited.get(stage.hosts[0]) if stage is not None and len(stage.hosts) == 1 else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
-    choice = choose_after_loss(loss, price_job(generation.history, names))
+    choice = choose_after_loss(loss, price_job(generation.record.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
         decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
@@ -130,7 +131,11 @@ def _has_seats(state: MembershipState, config: MembershipConfig, *, is_same_worl
     follows between two steps.
     """
     generation = state.generation
-    return generation.next_seat < generation.num_seats if is_same_world else config.spare_seats > 0
+    return (
+        generation.membership.next_seat < generation.membership.num_seats
+        if is_same_world
+        else config.spare_seats > 0
+    )
 
 
 def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
@@ -140,7 +145,7 @@ def find_overdue(state: MembershipState, now: float) -> tuple[HostName, ...]:
     that is on its way: only one that can join now has it back.
     """
     generation = state.generation
-    decision, is_until_copied = generation.decision, False
+    decision, is_until_copied = generation.record.decision, False
     if decision is not None and decision.action is RecoveryAction.KEEP_STAGES:
         if decision.wait_s and not is_wait_over(state, now):
             return ()
@@ -157,7 +162,7 @@ def are_axes_overdue(state: MembershipState, now: float) -> bool:
 
     One that is ready, but does not join yet, joins in the change to the best axes.
     """
-    decision = state.generation.decision
+    decision = state.generation.record.decision
     return (
         decision is not None
         and keeps_axes(state.generation)
@@ -197,7 +202,7 @@ def decide_admission(
     names = tuple(sorted(status.host for status in joining))
     places = count_places(state, [*staying, *joining], config.num_hosts)
     awaited = _list_awaited(state, [*staying, *joining], places)
-    recorded = generation.decision
+    recorded = generation.record.decision
     is_same = (
         recorded is not None
         and recorded.number == generation.number
@@ -209,7 +214,7 @@ def decide_admission(
         is_awaited = recorded.action is RecoveryAction.POSTPONE or not set(recorded.awaited).isdisjoint(
             awaited
         )
-        if is_awaited and generation.losses_left and not is_wait_over(state, now):
+        if is_awaited and generation.record.losses_left and not is_wait_over(state, now):
             return None
         awaited = {host: return_s for host, return_s in awaited.items() if host not in recorded.awaited}
         before = RecoveryAction.POSTPONE if recorded.action is RecoveryAction.POSTPONE else None
@@ -223,14 +228,14 @@ def decide_admission(
         joining=shares.sum_used(names),
         awaited=_list_returns(awaited, shares),
         new_world_because=new_world_because,
-        is_last_copy=not generation.losses_left,
+        is_last_copy=not generation.record.losses_left,
         has_stage=not set(names).isdisjoint(list_absent(generation)),
         before=before,
         plan=planned[1] if planned is not None else None,
         has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
     )
-    choice = choose_admission(admission, price_job(generation.history, hosts, names))
-    again = (host for host in names if count_host_losses(generation.history, host) > 1)
+    choice = choose_admission(admission, price_job(generation.record.history, hosts, names))
+    again = (host for host in names if count_host_losses(generation.record.history, host) > 1)
     decision = _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
     return note_axes(generation, decision, *planned) if planned is not None else decision
 
@@ -238,7 +243,7 @@ def decide_admission(
 def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecision | None:
     """Return the decision to end a job for which nothing else is left; None if it ends for another reason."""
     if outcome.kind not in _STOPS:
-        return generation.decision
+        return generation.record.decision
     option = RecoveryOption(action=RecoveryAction.STOP, score=0.0, pause_s=0.0, speed=0.0)
     return RecoveryDecision(
         action=RecoveryAction.STOP,
@@ -250,7 +255,7 @@ def decide_to_stop(generation: Generation, outcome: JobOutcome) -> RecoveryDecis
 
 def is_wait_over(state: MembershipState, now: float) -> bool:
     """Return whether the recorded decision is to be looked at again."""
-    decision = state.generation.decision
+    decision = state.generation.record.decision
     return decision is not None and now - state.memory.decided_s > decision.wait_s
 
 
@@ -262,7 +267,7 @@ def _list_awaited(
     Their agent lives, and has a worker start or a new one to start. Or it is gone, as it was before, and each time the
     host has come back.
     """
-    names, history = {status.host for status in present}, state.generation.history
+    names, history = {status.host for status in present}, state.generation.record.history
     coming = [
         host
         for host, status in state.hosts.items()
@@ -280,8 +285,8 @@ def _list_awaited(
 
 def _count_lost(generation: Generation, lost: Iterable[HostName], shares: HostShares) -> float:
     """Return what hosts counted before their loss: one that was lost with a device had more than it has now."""
-    with_device = {one.host for one in generation.history.away if one.cause is LossCause.DEVICE}
-    with_device.update(host for host, _ in generation.slowness.restarting)
+    with_device = {one.host for one in generation.record.history.away if one.cause is LossCause.DEVICE}
+    with_device.update(host for host, _ in generation.record.slowness.restarting)
     return sum(
         shares.count_complete(host) if host in with_device else shares.count_used(host) for host in lost
     )
@@ -308,7 +313,7 @@ def _record(
 ) -> RecoveryDecision:
     """Return the record of a choice, whose reason begins with why hosts were lost."""
     awaited = tuple(awaited)
-    causes = describe_record(state.generation.history, list(about)[:MAX_NAMES])
+    causes = describe_record(state.generation.record.history, list(about)[:MAX_NAMES])
     return RecoveryDecision(
         action=choice.action,
         number=state.generation.number,

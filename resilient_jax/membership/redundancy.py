@@ -29,7 +29,9 @@ import msgspec
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.doubt import is_newest, is_part_trusted
 from resilient_jax.membership.facts import MembershipState, find_worker, list_counted_snapshots
-from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.state_records import StatePart, are_parts_complete
 
@@ -65,7 +67,7 @@ def count_losses_left(state: MembershipState) -> int | None:
 
 def is_last_copy_without(state: MembershipState, members: tuple[Member, ...]) -> bool:
     """Return whether the next loss may be that of the state if only `members` of the generation are left."""
-    left = msgspec.structs.replace(state.generation, members=members)
+    left = change_fields(state.generation, members=members)
     return not count_losses_left(
         MembershipState(generation=left, hosts=state.hosts, phase_since_s=state.phase_since_s)
     )
@@ -158,8 +160,8 @@ class RedundancyTally:
     def __init__(self, state: MembershipState) -> None:
         """Count all hosts; once more for each new generation, whose members the copies are."""
         self._state = state
-        self._members = {member.host: member for member in state.generation.members}
-        self._receivers = set(state.generation.receivers)
+        self._members = {member.host: member for member in state.generation.membership.members}
+        self._receivers = set(state.generation.state.receivers)
         self._shares: dict[HostName, _HostShare] = {}
         self._copies: collections.Counter[int] = collections.Counter()
         """How many hosts have a complete state of each step."""
@@ -209,11 +211,11 @@ class RedundancyTally:
         worker = find_worker(self._state, member) if member is not None else None
         if worker is None or not self._has_newest(host, worker):
             return _HostShare(snapshots=snapshots)
-        report, is_replaced = worker.report, not self._state.generation.keeps_workers
-        if report.holds_state:
-            return _HostShare(report.step, None, snapshots, is_replaced)
-        part = report.part if is_part_trusted(self._state.generation, report) else None
-        return _HostShare(report.step if part is not None else None, part, snapshots, is_replaced)
+        report, is_replaced = worker.report, not self._state.generation.membership.keeps_workers
+        if report.held.holds_state:
+            return _HostShare(report.held.step, None, snapshots, is_replaced)
+        part = report.held.part if is_part_trusted(self._state.generation, report) else None
+        return _HostShare(report.held.step if part is not None else None, part, snapshots, is_replaced)
 
     def _has_newest(self, host: HostName, worker: WorkerStatus) -> bool:
         """Return whether a member's worker has what the generation resumed from, or that of a later step."""
@@ -222,7 +224,7 @@ class RedundancyTally:
             return False
         # A receiver gives up what it has for the state that it fetches now.
         is_receiving = generation.phase is GenerationPhase.FORM and host in self._receivers
-        return not is_receiving or (report.has_formed and report.generation == generation.number)
+        return not is_receiving or (report.place.has_formed and report.generation == generation.number)
 
     def _count(self, share: _HostShare, change: int) -> None:
         has_copy = share.step is not None and share.part is None and not share.is_replaced

@@ -15,7 +15,8 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.redundancy import is_last_copy_without
 from resilient_jax.membership.spare_hosts import count_missing_places, count_places
 from resilient_jax.membership.world_formation import StateOrigin, can_change_in_place, can_go_on_by_mail
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 
 
 class Rendezvous(enum.Enum):
@@ -49,7 +50,7 @@ def decide_to_wait(
     if kept_in and waited_s <= config.snapshot_grace_s and is_snapshot_settling(state, kept_in):
         return Rendezvous.WAITING
     present = len(kept) + len(joiners)
-    is_beginning = not kept and state.generation.world == 0 and not origin.exists
+    is_beginning = not kept and state.generation.membership.world == 0 and not origin.exists
     if kept:
         enough = present >= config.min_hosts
     elif is_beginning:
@@ -96,7 +97,7 @@ def _count_expected(
     # If there is a state to continue from, the wait is short.
     patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
     num_hosts = config.num_hosts - count_missing_places(state)
-    if config.replaces_workers and state.generation.progress > 0:
+    if config.replaces_workers and state.generation.record.progress > 0:
         # Hosts whose workers are replaced stay registered, so no other is waited for, but these for longer.
         here = [status for host, status in state.hosts.items() if host not in state.quarantined]
         num_hosts = min(config.num_hosts, len(here))
@@ -125,5 +126,5 @@ def _may_gain_copy(
     if len(kept) >= count_places(state, kept, config.num_hosts):
         return False
     names = {status.host for status in kept}
-    members = tuple(m for m in state.generation.members if m.host in names)
-    return state.generation.progress > 0 and is_last_copy_without(state, members)
+    members = tuple(m for m in state.generation.membership.members if m.host in names)
+    return state.generation.record.progress > 0 and is_last_copy_without(state, members)

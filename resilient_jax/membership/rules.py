@@ -53,8 +53,6 @@ state.
 import dataclasses
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.errors import ExitCode
 from resilient_jax.membership.commands import MembershipCommand, PublishGeneration, QuarantineHost
 from resilient_jax.membership.config import (
@@ -123,15 +121,9 @@ from resilient_jax.membership.world_formation import (
     form_next_generation,
     give_seats,
 )
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
-    Member,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.state_records import StateLoss
 
@@ -150,14 +142,16 @@ def decide(
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
             break
-        transition = msgspec.structs.replace(transition, keeps_workers=not config.replaces_workers)
-        taken_out = find_corrupt_hosts(state) if transition.trusted_step is not None else frozenset()
-        if transition.taken_out is not None and transition.taken_out != state.generation.taken_out:
-            taken_out |= {transition.taken_out}
-        taken_out |= set(transition.separated) - set(state.generation.separated)
+        transition = change_fields(transition, keeps_workers=not config.replaces_workers)
+        taken_out = find_corrupt_hosts(state) if transition.state.trusted_step is not None else frozenset()
+        failures, known = transition.failures, state.generation.failures
+        if failures.taken_out is not None and failures.taken_out != known.taken_out:
+            taken_out |= {failures.taken_out}
+        taken_out |= set(failures.separated) - set(known.separated)
         taken_out -= state.quarantined
-        commands += list_new_quarantines(state, transition.slowness)
-        before, count = state.generation.slowness.count_taken_out, transition.slowness.count_taken_out
+        slowness = transition.record.slowness
+        commands += list_new_quarantines(state, slowness)
+        before, count = state.generation.record.slowness.count_taken_out, slowness.count_taken_out
         earlier, state = state.generation, note_transition(state, transition, now)
         state = dataclasses.replace(state, quarantined=state.quarantined | taken_out)
         # It lasts longer only for a host that is taken out as a slow one now: then it is counted with this number.
@@ -165,10 +159,10 @@ def decide(
             QuarantineHost(host, transition.reason, before(host) if count(host) > before(host) else 0)
             for host in sorted(taken_out)
         ]
-        measured = msgspec.structs.replace(state.generation, losses_left=count_losses_left(state))
+        measured = change_fields(state.generation, losses_left=count_losses_left(state))
         if measured.phase is GenerationPhase.FORM:
             protection = choose_protection(earlier, measured, find_snapshot(state))
-            measured = msgspec.structs.replace(measured, protection=protection)
+            measured = change_fields(measured, protection=protection)
         state = dataclasses.replace(state, generation=measured)
         commands.append(PublishGeneration(measured))
     return state, tuple(commands)
@@ -223,9 +217,9 @@ def _part(state: MembershipState, separation: Separation, config: MembershipConf
     generation, out = state.generation, separation.out
     if not out and (generation.phase is GenerationPhase.QUIESCE or config.replaces_workers):
         return None
-    left = tuple(m for m in generation.members if m.host not in out)
+    left = tuple(m for m in generation.membership.members if m.host not in out)
     parted = break_off(state, Disruption(separation.reason), config, left)
-    return msgspec.structs.replace(parted, separated=(*generation.separated, *out))
+    return change_fields(parted, separated=(*generation.failures.separated, *out))
 
 
 def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> Generation:
@@ -243,20 +237,20 @@ def _end_hang(state: MembershipState, hang: Hang, config: MembershipConfig) -> G
         )
     why = Disruption(reason, hang.hosts[0] if hang.hosts else None, hang.reason)
     quiescing = break_off(state, why, config, left)
-    return msgspec.structs.replace(quiescing, hang=hang.reason)
+    return change_fields(quiescing, hang=hang.reason)
 
 
 def _in_quiesce(
     state: MembershipState, now: float, config: MembershipConfig
 ) -> Generation | StartCoordinationService | None:
     generation = state.generation
-    lost = [m.host for m in generation.members if find_worker(state, m) is None]
+    lost = [m.host for m in generation.membership.members if find_worker(state, m) is None]
     if lost:
         return quiesce(state, Disruption(f"lost {join_names(lost)}"))
     waited_s = now - state.phase_since_s
     waiting: list[tuple[Member, WorkerStatus]] = []
     here: list[WorkerStatus] = []
-    for member, worker in zip(generation.members, list_live_workers(state), strict=True):
+    for member, worker in zip(generation.membership.members, list_live_workers(state), strict=True):
         if is_idle(worker) and worker.report.generation >= generation.number:
             here.append(worker)
         else:
@@ -265,8 +259,8 @@ def _in_quiesce(
     # what it has: one that fetches or commits just now has not reported it yet.
     # A snapshot hardly stands in for a complete state, which may be some steps newer.
     has_snapshot = find_snapshot(state) is not None
-    is_snapshot_newest = has_snapshot and not any(w.report.holds_state for _, w in waiting)
-    if is_snapshot_newest or any(w.report.holds_state for w in here):
+    is_snapshot_newest = has_snapshot and not any(w.report.held.holds_state for _, w in waiting)
+    if is_snapshot_newest or any(w.report.held.holds_state for w in here):
         # If all are late, a slow machine is more likely than a hang, but gloo has hung all survivors of a dead host.
         is_last_copy = is_last_copy_without(state, _without_late(generation, waiting))
         patience_s = config.quiesce_timeout_s * (
@@ -284,7 +278,7 @@ def _in_quiesce(
         names = join_names(m.host for m, _ in waiting)
         left = _without_late(generation, waiting)
         text = f"{names} did not stop within {waited_s:.1f} s{describe_places(waiting)}"
-        if is_needed_by_others(state, generation.members, [m.host for m, _ in waiting]):
+        if is_needed_by_others(state, generation.membership.members, [m.host for m, _ in waiting]):
             text += "; no other host and no snapshot has the state, which is lost with them"
         return quiesce(state, Disruption(text), left)
     return _settle_in_reach(state, now, config)
@@ -293,18 +287,18 @@ def _in_quiesce(
 def _without_late(generation: Generation, late: list[tuple[Member, WorkerStatus]]) -> tuple[Member, ...]:
     """Return the members that are not late."""
     names = {member.host for member, _ in late}
-    return tuple(m for m in generation.members if m.host not in names)
+    return tuple(m for m in generation.membership.members if m.host not in names)
 
 
 def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
     generation = state.generation
     late = [
         (member, worker)
-        for member, worker in zip(generation.members, list_live_workers(state), strict=True)
-        if not (worker.report.has_formed and worker.report.generation == generation.number)
+        for member, worker in zip(generation.membership.members, list_live_workers(state), strict=True)
+        if not (worker.report.place.has_formed and worker.report.generation == generation.number)
     ]
     if not late:
-        return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
+        return change_fields(generation, phase=GenerationPhase.ACTIVE)
     if now - state.phase_since_s > config.forming_timeout_s:
         hosts = [member.host for member, _ in late]
         text = f"{join_names(hosts)} did not join the world within {config.forming_timeout_s:g} s"
@@ -315,28 +309,26 @@ def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Ge
 
 def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
     generation = state.generation
-    if generation.members and all(w.report.is_done for w in list_live_workers(state)):
+    if generation.membership.members and all(w.report.is_done for w in list_live_workers(state)):
         return finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     # So that a job which hosts join and leave all the time advances by a step in every generation.
     if not have_all_finished_step(state):
         return None
     # All have resumed from the snapshot: hosts that stay only because of it may leave.
-    snapshot = generation.snapshot if is_snapshot_needed(state) else None
-    kept = (generation.snapshot, generation.state_loss, generation.trusted_step, generation.separated)
-    if (snapshot, None, None, ()) != kept:
-        return msgspec.structs.replace(
-            generation, snapshot=snapshot, state_loss=None, trusted_step=None, separated=()
-        )
+    snapshot = generation.state.snapshot if is_snapshot_needed(state) else None
+    resumed, separated = generation.state, generation.failures.separated
+    if (snapshot, None, None, ()) != (resumed.snapshot, resumed.state_loss, resumed.trusted_step, separated):
+        return change_fields(generation, snapshot=snapshot, state_loss=None, trusted_step=None, separated=())
     progress = find_recoverable_step(state)
-    if count_losses_left(state) != generation.losses_left:
-        return msgspec.structs.replace(generation, progress=max(progress, generation.progress))
-    if progress > generation.progress and (
+    if count_losses_left(state) != generation.record.losses_left:
+        return change_fields(generation, progress=max(progress, generation.record.progress))
+    if progress > generation.record.progress and (
         # Every transition sets `phase_since_s`, this record too: it is the time since the last one.
-        generation.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
+        generation.record.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
     ):
         # Recorded before it can be lost: if all hosts die at once, the next leader must not restart the job. Later
         # periodically, so that the next leader can report how many steps are lost.
-        return msgspec.structs.replace(generation, progress=progress)
+        return change_fields(generation, progress=progress)
     joiners, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     if has_service(state) and (given := give_seats(state, joiners, spares)) is not None:
         return given
@@ -348,7 +340,7 @@ def _settle_in_reach(
 ) -> Generation | StartCoordinationService | None:
     """Settle once the members reach each other: those that have failed first report whom, or might fail again."""
     generation, waited_s = state.generation, now - state.phase_since_s
-    hosts = [state.hosts[member.host] for member in generation.members]
+    hosts = [state.hosts[member.host] for member in generation.membership.members]
     if waited_s <= config.reach_timeout_s and any(owes_reach_report(generation, status) for status in hosts):
         return None
     separation = find_separation(state, config)
@@ -369,7 +361,7 @@ def _settle(
         return escalated
     # The worker's report comes sooner than its server's: to decide now could choose an older state than there is.
     # A host that hangs answers no more, and soon has no lease.
-    if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members) or any(
+    if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.membership.members) or any(
         owes_answer(generation, status) for status in state.hosts.values()
     ):
         return None
@@ -378,18 +370,18 @@ def _settle(
     kept = _list_kept(state)
     joiners = choose_joiners(state, kept, config)
     waited_s = now - state.phase_since_s
-    if generation.members and not kept:
+    if generation.membership.members and not kept:
         # All members must leave. They stay for one more generation: joiners fetch from them, or they save a checkpoint.
         if not joiners and not must_save_first(state):
             outcome = decide_to_end(state, waited_s, config)
             return finish(generation, outcome) if outcome is not None else None
-        kept = [state.hosts[m.host] for m in generation.members]
+        kept = [state.hosts[m.host] for m in generation.membership.members]
     origin = find_state_origin(state, kept, joiners)
     lost: StateLoss | None = None
-    if generation.progress > 0 and not origin.exists and (kept or joiners):
+    if generation.record.progress > 0 and not origin.exists and (kept or joiners):
         are_all_here = sum(not status.is_spare for status in state.hosts.values()) >= config.num_hosts
         # No state that a host may bring back would count if it is in doubt.
-        if generation.trusted_step is None and waited_s <= (
+        if generation.state.trusted_step is None and waited_s <= (
             config.regroup_grace_s if are_all_here else max(config.regroup_grace_s, config.state_loss_grace_s)
         ):
             return None  # a host that only lost the store for a moment rejoins with its state
@@ -409,7 +401,7 @@ def _list_kept(state: MembershipState) -> list[HostStatus]:
 
     Then they stay for one more generation, in which the others fetch it.
     """
-    members, staying = state.generation.members, list_staying(state)
+    members, staying = state.generation.membership.members, list_staying(state)
     stay = {status.host for status in staying}
     leaving = [member.host for member in members if member.host not in stay]
     if staying and is_needed_by_others(state, members, leaving):
@@ -421,10 +413,11 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
     """Return what follows attempts that failed although no host died; None: another attempt."""
     generation = state.generation
     tries = {Tries.COLLECTIVE: config.max_collective_retries}
-    if generation.attempts == 0:
+    failures = generation.failures
+    if failures.attempts == 0:
         return None
-    action = choose_action(Evidence.COLLECTIVE_FAILED, generation.attempts - 1, tries)
-    if action is Action.TAKE_HOST_OUT and generation.taken_out is not None:
+    action = choose_action(Evidence.COLLECTIVE_FAILED, failures.attempts - 1, tries)
+    if action is Action.TAKE_HOST_OUT and failures.taken_out is not None:
         return None  # what is left is tried once
     suspect, spared = (
         find_suspect(state, max(config.min_hosts, 1)) if action is Action.TAKE_HOST_OUT else (None, None)
@@ -432,23 +425,23 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
     if suspect is not None:
         blamed = "it" if spared is None else f"{spared}, which has the last copy of the state,"
         reason = (
-            f"{suspect} is taken out: training failed {generation.attempts} times in a row at step "
+            f"{suspect} is taken out: training failed {failures.attempts} times in a row at step "
             f"{find_newest_step(state)} although no host died, and {blamed} reported most of the failures: "
             f"{generation.reason}"
         )
-        left = tuple(m for m in generation.members if m.host != suspect)
-        without = quiesce(state, Disruption(reason, suspect, generation.failure_text), left)
-        return msgspec.structs.replace(
-            without, attempts=generation.attempts, suspects=generation.suspects, taken_out=suspect
+        left = tuple(m for m in generation.membership.members if m.host != suspect)
+        without = quiesce(state, Disruption(reason, suspect, failures.failure_text), left)
+        return change_fields(
+            without, attempts=failures.attempts, suspects=failures.suspects, taken_out=suspect
         )
     if action is Action.RETRY_IN_PLACE:
         return None
-    without = f", also without {generation.taken_out}" if generation.taken_out is not None else ""
+    without = f", also without {failures.taken_out}" if failures.taken_out is not None else ""
     message = (
-        f"training failed {generation.attempts} times in a row at step {find_newest_step(state)} although "
-        f"no host died{without}; the last error:\n{generation.failure_text or generation.reason}"
+        f"training failed {failures.attempts} times in a row at step {find_newest_step(state)} although "
+        f"no host died{without}; the last error:\n{failures.failure_text or generation.reason}"
     )
-    host = generation.failed_host
+    host = failures.failed_host
     return finish(
         generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
     )
@@ -469,14 +462,14 @@ def _form(
         return finish(state.generation, arrived)
     if arrived is Rendezvous.WAITING:
         return None
-    decision, renews_world = state.generation.decision, False
-    is_loss = state.generation.phase is GenerationPhase.QUIESCE and state.generation.world > 0
+    decision, renews_world = state.generation.record.decision, False
+    is_loss = state.generation.phase is GenerationPhase.QUIESCE and state.generation.membership.world > 0
     if is_loss and not have_all_notice(state):  # else there is no time to wait for others
         decision = decide_after_loss(state, kept, joiners, origin, now, config)
         if decision is None:
             return None
         if decision.action is RecoveryAction.WAIT:
-            return msgspec.structs.replace(state.generation, decision=decision)
+            return change_fields(state.generation, decision=decision)
         renews_world = decision.action is RecoveryAction.REFORM
         if renews_world:  # hosts without programs prepare in its seats
             joiners = [status for status in joiners if not is_cold(status)]
@@ -487,9 +480,9 @@ def _form(
     formed = form_next_generation(state, kept, joiners, origin, lost, spare_seats, renews_world=renews_world)
     if isinstance(formed, StartCoordinationService):
         return formed
-    formed = msgspec.structs.replace(formed, decision=decision, max_members=places)
+    formed = change_fields(formed, decision=decision, max_members=places)
     formed = note_stage_hosts(state, formed, decision, kept)
     axes = list_axes(state.generation, decision, kept, joiners)
     constants = find_constants(state.generation, kept)
-    formed = msgspec.structs.replace(formed, plan_axes=axes, plan_constants=constants)
+    formed = change_fields(formed, plan_axes=axes, plan_constants=constants)
     return forget_outdated(formed, state.quarantined)

@@ -39,9 +39,12 @@ from resilient_jax.membership.slow_host_policy import (
 )
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
-from resilient_jax.protocol.records import Generation, HostStatus, WorkerReport
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
+from resilient_jax.protocol.worker_report import WorkerReport
 
 MAX_HOSTS: Final = 64
 """Of which it is kept how often they were taken out: the last ones."""
@@ -60,30 +63,32 @@ def act_on_slow_host(state: MembershipState, config: MembershipConfig) -> Genera
     generation, decision = state.generation, decide_for_slow_host(state, config)
     if decision is None:
         return None
-    slowness = msgspec.structs.replace(generation.slowness, decision=decision)
+    slowness = msgspec.structs.replace(generation.record.slowness, decision=decision)
     if decision.action is RecoveryAction.KEEP:
-        return msgspec.structs.replace(generation, slowness=slowness)
+        return change_fields(generation, slowness=slowness)
     if decision.action is RecoveryAction.FEWER_DEVICES:
         # The generation goes on until the host's agent ends its worker.
         slowness = _note_devices_out(slowness, decision.slow, decision.devices)
-        restarting = tuple((m.host, m.incarnation) for m in generation.members if m.host == decision.slow)
+        restarting = tuple(
+            (m.host, m.incarnation) for m in generation.membership.members if m.host == decision.slow
+        )
         slowness = msgspec.structs.replace(slowness, restarting=(*slowness.restarting, *restarting))
-        return msgspec.structs.replace(generation, slowness=slowness)
+        return change_fields(generation, slowness=slowness)
     taken_out: HostName | None = None
     if decision.action is RecoveryAction.REDIVIDE:
-        slowdown = _get_report(state).slowdown
+        slowdown = _get_report(state).findings.slowdown
         assert slowdown is not None, "the decision follows from it"
         number = GenerationNumber(generation.number + 1)
         slowness = msgspec.structs.replace(slowness, speeds=slowdown.speeds, divided_in=number)
     else:
         taken_out = decision.slow
-        slowness = _note_taken_out(slowness, taken_out, _get_report(state).slow_hosts)
+        slowness = _note_taken_out(slowness, taken_out, _get_report(state).findings.slow_hosts)
     without = _suppose_without(state, taken_out) if taken_out is not None else state
     kept = [status for status in list_staying(state) if status.host != taken_out]
     timeout_s = COPY_TIMEOUT_S if taken_out is None else LEAVING_COPY_TIMEOUT_S
     next_members = expect_members(without, kept, slowness.speeds, config, timeout_s)
     pause = begin_pause(generation, decision.reason, next_members, taken_out)
-    return msgspec.structs.replace(pause, slowness=slowness)
+    return change_fields(pause, slowness=slowness)
 
 
 def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> RecoveryDecision | None:
@@ -96,16 +101,16 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         state: the members of the state train.
     """
     generation, report = state.generation, _get_report(state)
-    slowdown = report.slowdown
+    slowdown = report.findings.slowdown
     if slowdown is None or slowdown.generation != generation.number or not config.act_on_slow_hosts:
         return None
-    if any(host == slowdown.host for host, _ in generation.slowness.restarting):
+    if any(host == slowdown.host for host, _ in generation.record.slowness.restarting):
         return None
     status = state.hosts.get(slowdown.host)
-    slowdown = count_standby_devices(slowdown, status.standby_devices if status is not None else 0)
+    slowdown = count_standby_devices(slowdown, status.devices.num_standby if status is not None else 0)
     staying = list_staying(state)
     rest = [status for status in staying if status.host != slowdown.host]
-    refusal = _explain_refusal(generation, slowdown.host, report.slow_hosts)
+    refusal = _explain_refusal(generation, slowdown.host, report.findings.slow_hosts)
     spares: list[HostStatus] = []
     if slowdown.host and not refusal:
         without = _suppose_without(state, slowdown.host)
@@ -128,17 +133,18 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         refusal_fewer_devices=_explain_refusal_fewer_devices(
             state, slowdown.host, len(rest), config.min_hosts
         ),
-        can_return_in_place=has_service(state) and generation.next_seat < generation.num_seats,
+        can_return_in_place=has_service(state)
+        and generation.membership.next_seat < generation.membership.num_seats,
     )
-    choice = choose_for_slow_host(training, price_job(generation.history, names))
-    before = generation.slowness.decision
+    choice = choose_for_slow_host(training, price_job(generation.record.history, names))
+    before = generation.record.slowness.decision
     told = (generation.number, slowdown.host, choice.action)
     if before is not None and (before.number, before.slow, before.action) == told:
         return None
     return RecoveryDecision(
         action=choice.action,
         number=generation.number,
-        reason=f"{_describe_cause(state, slowdown.host, report.slow_hosts)}: {choice.reason}",
+        reason=f"{_describe_cause(state, slowdown.host, report.findings.slow_hosts)}: {choice.reason}",
         options=choice.options,
         next_failure_s=choice.next_failure_s,
         slow=slowdown.host,
@@ -152,11 +158,11 @@ def list_new_quarantines(state: MembershipState, slowness: SlownessRecord) -> li
     Args:
         state: the state before the record.
     """
-    before, decision = state.generation.slowness, slowness.decision
+    before, decision = state.generation.record.slowness, slowness.decision
     if decision is None or decision == before.decision or not decision.devices:
         return []
     status = state.hosts.get(decision.slow)
-    uuids = status.gpu_uuids if status is not None else ()
+    uuids = status.devices.gpu_uuids if status is not None else ()
     return [
         QuarantineDevice(
             host=decision.slow,
@@ -175,19 +181,19 @@ def forget_outdated(generation: Generation, quarantined: frozenset[HostName]) ->
     A host whose quarantine ended before the members changed stays a member, and is not `taken_out` any more: else it
     could not be taken out again. A worker that is no member any more is not about to be started again.
     """
-    slowness, taken_out = generation.slowness, generation.taken_out
+    slowness, taken_out = generation.record.slowness, generation.failures.taken_out
     if (
         taken_out is not None
         and taken_out not in quarantined
-        and generation.find_member(taken_out) is not None
+        and generation.membership.find_member(taken_out) is not None
     ):
-        generation = msgspec.structs.replace(generation, taken_out=None)
-    speeds = tuple(one for one in slowness.speeds if generation.find_member(one[0]) is not None)
-    out = tuple(host for host in slowness.out if generation.find_member(host) is None)
-    members = {(member.host, member.incarnation) for member in generation.members}
+        generation = change_fields(generation, taken_out=None)
+    speeds = tuple(one for one in slowness.speeds if generation.membership.find_member(one[0]) is not None)
+    out = tuple(host for host in slowness.out if generation.membership.find_member(host) is None)
+    members = {(member.host, member.incarnation) for member in generation.membership.members}
     restarting = tuple(one for one in slowness.restarting if one in members)
     slowness = msgspec.structs.replace(slowness, speeds=speeds, out=out, restarting=restarting)
-    return msgspec.structs.replace(generation, slowness=slowness)
+    return change_fields(generation, slowness=slowness)
 
 
 def _note_taken_out(
@@ -214,15 +220,15 @@ def _note_devices_out(slowness: SlownessRecord, host: HostName, devices: tuple[i
 
 def _get_report(state: MembershipState) -> WorkerReport:
     """Return the report of the first worker, which judges all hosts."""
-    members = state.generation.members
+    members = state.generation.membership.members
     worker = find_worker(state, members[0]) if members else None
     return worker.report if worker is not None else WorkerReport()
 
 
 def _suppose_without(state: MembershipState, slow: HostName) -> MembershipState:
     """Return the state as it would be if the slow host were taken out now: those that join then are known from it."""
-    slowness = _note_taken_out(state.generation.slowness, slow, ())
-    generation = msgspec.structs.replace(state.generation, slowness=slowness)
+    slowness = _note_taken_out(state.generation.record.slowness, slow, ())
+    generation = change_fields(state.generation, slowness=slowness)
     return dataclasses.replace(state, generation=generation, quarantined=state.quarantined | {slow})
 
 
@@ -244,15 +250,15 @@ def _is_spare_coming(without: MembershipState, rest: list[HostStatus], config: M
 
 def _explain_refusal(generation: Generation, slow: HostName, slow_hosts: tuple[SlowHost, ...]) -> str:
     """Return why a slow host may not be taken out now; empty: it may."""
-    if not generation.losses_left:
+    if not generation.record.losses_left:
         return "the next loss may be that of the state"
     found = next((one for one in slow_hosts if one.host == slow), None)
-    if found is None or generation.find_member(slow) is None:
+    if found is None or generation.membership.find_member(slow) is None:
         return "it is not slow any more, or no member"
     # A host may be reported only after another one was taken out that became slow at the same time.
     others = {
         one.host: None  # in this order, each once
-        for one in (*slow_hosts, *generation.slowness.taken_out_as)
+        for one in (*slow_hosts, *generation.record.slowness.taken_out_as)
         if one.host != slow
         and one.kind == found.kind
         and abs(one.since_step - found.since_step) <= COMMON_CAUSE_STEPS
@@ -265,7 +271,7 @@ def _explain_refusal_without(generation: Generation, num_left: int, min_hosts: i
     if num_left < max(min_hosts, 1):
         return f"fewer than min_hosts = {max(min_hosts, 1)} would be left"
     # The host that leaves uses one of them up.
-    if generation.losses_left is not None and generation.losses_left < 2:
+    if generation.record.losses_left is not None and generation.record.losses_left < 2:
         return "the next loss after it might be that of the state"
     return ""
 
@@ -275,12 +281,12 @@ def _explain_refusal_fewer_devices(
 ) -> str:
     """Return why a slow host's worker may not be started again on fewer devices; empty: it may."""
     generation, status = state.generation, state.hosts.get(slow)
-    if status is None or generation.find_member(slow) is None:
+    if status is None or generation.membership.find_member(slow) is None:
         return "it is no member"
-    if not status.num_devices:
+    if not status.devices.num_devices:
         return "its agent does not know how many devices it has"
     # Its agent ends no worker with the last copy of the state: `may_replace`.
-    if generation.losses_left is not None and not (generation.losses_left and num_left):
+    if generation.record.losses_left is not None and not (generation.record.losses_left and num_left):
         return "the next loss may be that of the state"
     if num_left < max(min_hosts, 1):
         return f"fewer than min_hosts = {max(min_hosts, 1)} would train until its worker has started again"
@@ -293,5 +299,5 @@ def _describe_cause(state: MembershipState, slow: HostName, slow_hosts: tuple[Sl
         return "hosts are as fast as their peers again"
     status = state.hosts.get(slow)
     # What the driver says of its GPUs, such as that one is too hot.
-    notes = status.gpus if status is not None else ()
+    notes = status.devices.gpus if status is not None else ()
     return "; ".join((f"{slow} is {found.describe()}", *notes))

@@ -32,7 +32,8 @@ from resilient_jax.membership.world_formation import (
     can_go_on_by_mail,
     find_state_origin,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
 
 
 def count_missing_places(state: MembershipState) -> int:
@@ -45,7 +46,11 @@ def count_missing_places(state: MembershipState) -> int:
 
 def list_staying(state: MembershipState) -> list[HostStatus]:
     """Return the members that got no notice to leave. A quarantine alone ends no job: the last members stay in it."""
-    members = [state.hosts[member.host] for member in state.generation.members if member.host in state.hosts]
+    members = [
+        state.hosts[member.host]
+        for member in state.generation.membership.members
+        if member.host in state.hosts
+    ]
     staying = [status for status in members if not is_draining(state, status.host)]
     return staying or [status for status in members if not status.is_draining]
 
@@ -57,7 +62,9 @@ def count_places(state: MembershipState, ready: Iterable[HostStatus], num_hosts:
         ready: the members that stay, and the hosts that are ready to join.
         num_hosts: hosts that the job was started for, without spares.
     """
-    return max(state.generation.max_members, num_hosts, sum(not status.is_spare for status in ready))
+    return max(
+        state.generation.membership.max_members, num_hosts, sum(not status.is_spare for status in ready)
+    )
 
 
 def admit_hosts(
@@ -74,7 +81,7 @@ def admit_hosts(
 
     def rank(status: HostStatus) -> tuple[bool, int, bool, bool]:
         is_unseated = not has_taken_seat(state.generation, status)
-        has_no_stage = status.host not in state.generation.stage_hosts
+        has_no_stage = status.host not in state.generation.shape.stage_hosts
         step = 0 if is_state_kept else _find_held_step(status)
         return has_no_stage, -step, is_unseated, status.is_spare
 
@@ -94,8 +101,8 @@ def admit_hosts(
 
 def _count_kept_places(state: MembershipState, host: HostName) -> int:
     """Return how many free places a host may not have, as they are those of hosts that were slow less often."""
-    generation, slowness = state.generation, state.generation.slowness
-    if generation.phase is GenerationPhase.QUIESCE or not generation.losses_left:
+    generation, slowness = state.generation, state.generation.record.slowness
+    if generation.phase is GenerationPhase.QUIESCE or not generation.record.losses_left:
         return 0
     count = slowness.count_taken_out
     # The count of a host that is out includes this time.
@@ -107,22 +114,22 @@ def _count_preparing(state: MembershipState) -> int:
     generation = state.generation
     if generation.phase is not GenerationPhase.ACTIVE:
         return 0
-    hosts = (state.hosts[m.host] for m in generation.newcomers if m.host in state.hosts)
+    hosts = (state.hosts[m.host] for m in generation.membership.newcomers if m.host in state.hosts)
     return sum(
         is_on_its_way(status)
         and find_seat(generation, status) is not None
-        and status.host not in generation.spares
+        and status.host not in generation.membership.spares
         and status.host not in state.quarantined
-        and generation.find_member(status.host) is None
+        and generation.membership.find_member(status.host) is None
         for status in hosts
     )
 
 
 def _find_held_step(status: HostStatus) -> int:
     """Return the step of the complete state that a host's worker has; -1 if it has none."""
-    if status.worker is None or not status.worker.report.holds_state:
+    if status.worker is None or not status.worker.report.held.holds_state:
         return -1
-    return status.worker.report.step
+    return status.worker.report.held.step
 
 
 def list_unseated(state: MembershipState, config: MembershipConfig) -> list[HostName]:
@@ -130,7 +137,7 @@ def list_unseated(state: MembershipState, config: MembershipConfig) -> list[Host
     generation = state.generation
     if not config.spare_seats or generation.phase is not GenerationPhase.ACTIVE:
         return []
-    if generation.next_seat < generation.num_seats:
+    if generation.membership.next_seat < generation.membership.num_seats:
         return []
     _, spares = admit_hosts(state, list_staying(state), list_joiners(state), config.num_hosts)
     return [status.host for status in spares if find_seat(generation, status) is None]
@@ -140,11 +147,11 @@ def list_used(before: Generation | None, state: MembershipState) -> list[HostNam
     """Return the hosts that spared in the generation before, and are members of the one that forms now."""
     if before is None or state.generation.phase is not GenerationPhase.FORM:
         return []
-    came = {m.host for m in state.generation.members} - {m.host for m in before.members}
+    came = {m.host for m in state.generation.membership.members} - {m.host for m in before.membership.members}
     return [
         status.host
         for status in state.hosts.values()
-        if status.host in came and (status.is_spare or status.host in before.spares)
+        if status.host in came and (status.is_spare or status.host in before.membership.spares)
     ]
 
 

@@ -10,7 +10,8 @@ from typing import assert_never
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.membership.facts import MembershipState, explain_snapshots, find_newest_step
-from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.state_records import StateLoss
 
 
@@ -29,7 +30,7 @@ def find_newest_checkpoint(hosts: Iterable[HostStatus], trusted_step: int | None
 
     Hosts see only the newest: the trainer has renamed those that are in doubt, a loop of one's own has not.
     """
-    seen = [s.worker.report.checkpoint_step for s in hosts if s.worker is not None]
+    seen = [s.worker.report.checkpoints.checkpoint_step for s in hosts if s.worker is not None]
     counted = [s for s in seen if s is not None and (trusted_step is None or s <= trusted_step)]
     return max(counted, default=None)
 
@@ -37,7 +38,7 @@ def find_newest_checkpoint(hosts: Iterable[HostStatus], trusted_step: int | None
 def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPolicy) -> bool:
     """Return whether one of these hosts may yet see a checkpoint that counts."""
     return policy is not StateLossPolicy.STOP and any(
-        host.worker is not None and host.worker.report.is_polling_checkpoints for host in hosts
+        host.worker is not None and host.worker.report.checkpoints.is_polling_checkpoints for host in hosts
     )
 
 
@@ -45,7 +46,7 @@ def decide_after_state_loss(
     state: MembershipState, hosts: Sequence[HostStatus], policy: StateLossPolicy
 ) -> StateLoss | JobOutcome:
     """Decide from which state these hosts resume, or how the job ends."""
-    trusted = state.generation.trusted_step
+    trusted = state.generation.state.trusted_step
     checkpoint = find_newest_checkpoint(hosts, trusted)
     step = max(
         find_newest_step(state), checkpoint or 0
@@ -69,7 +70,7 @@ def decide_after_state_loss(
 
 
 def _explain_doubt(state: MembershipState, trusted_step: int) -> str:
-    text = state.generation.failure_text
+    text = state.generation.failures.failure_text
     return f"states of more than {trusted_step} steps are in doubt{f' ({text})' if text else ''}"
 
 
@@ -103,7 +104,7 @@ def make_state_loss_outcome(loss: StateLoss, error: JobOutcome) -> JobOutcome:
 
 def _step_of(host: HostStatus) -> int:
     """Return the newest step that this host itself reports as committed."""
-    return max(host.step, host.worker.report.step if host.worker is not None else 0)
+    return max(host.progress.step, host.worker.report.held.step if host.worker is not None else 0)
 
 
 def _stop(loss: StateLoss, trusted_step: int | None) -> JobOutcome:

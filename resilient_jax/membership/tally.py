@@ -27,7 +27,8 @@ from resilient_jax.membership.reachability import find_reach_report
 from resilient_jax.membership.redundancy import RedundancyTally
 from resilient_jax.membership.spare_hosts import count_missing_places
 from resilient_jax.membership.worker_errors import find_error
-from resilient_jax.protocol.records import GenerationPhase, HostStatus, Member, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase, Member
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 
@@ -93,8 +94,8 @@ class MembershipTally:
         """Count all hosts; needed again for each new generation. `state.hosts` may change afterwards."""
         generation = state.generation
         self._state = state
-        self._dropped = {d.host: d for d in generation.dropped_workers}
-        snapshot = generation.snapshot
+        self._dropped = {d.host: d for d in generation.membership.dropped_workers}
+        snapshot = generation.state.snapshot
         self._sources = {source.host for source in snapshot.sources} if snapshot is not None else set()
         self._facts: dict[HostName, frozenset[Fact]] = {}
         self._counts: collections.Counter[Fact] = collections.Counter()
@@ -102,7 +103,7 @@ class MembershipTally:
         self._step_counts: collections.Counter[int] = collections.Counter()
         """How many hosts have reported each step as their newest."""
         self._redundancy = RedundancyTally(state)
-        for host in state.hosts.keys() | {member.host for member in generation.members}:
+        for host in state.hosts.keys() | {member.host for member in generation.membership.members}:
             self._count(host)
 
     def look_at(self, host: HostName) -> None:
@@ -127,13 +128,15 @@ class MembershipTally:
                 del self._step_counts[before]
         if status is None:
             return
-        member = self._state.generation.find_member(host)
+        member = self._state.generation.membership.find_member(host)
         worker = find_worker(self._state, member) if member is not None else None
-        step = self._steps[host] = max(status.step, worker.report.step if worker is not None else 0)
+        step = self._steps[host] = max(
+            status.progress.step, worker.report.held.step if worker is not None else 0
+        )
         self._step_counts[step] += 1
 
     def _find_facts(self, host: HostName, status: HostStatus | None) -> frozenset[Fact]:
-        member = self._state.generation.find_member(host)
+        member = self._state.generation.membership.find_member(host)
         worker = find_worker(self._state, member) if member is not None else None
         found: list[Fact] = []
         if member is not None and worker is None:
@@ -156,10 +159,10 @@ class MembershipTally:
             Fact.COMPILING: is_waited_for and report.is_compiling,
             Fact.IDLE: is_idle(worker),
             Fact.PAUSED: is_current and report.earliest_stop_step is not None,
-            Fact.FORMED: is_current and report.has_formed,
-            Fact.STEPPED: report.has_finished_step or report.is_done,
+            Fact.FORMED: is_current and report.place.has_formed,
+            Fact.STEPPED: report.place.has_finished_step or report.is_done,
             Fact.DONE: report.is_done,
-            Fact.HOLDS_COPY: report.holds_state,
+            Fact.HOLDS_COPY: report.held.holds_state,
         }
         return [fact for fact, is_true in facts.items() if is_true]
 
@@ -177,7 +180,7 @@ class MembershipTally:
             Fact.MUST_LEAVE: is_member and is_wait_too_long_for(self._state, host),
             Fact.OUT_OF_TIME: is_member and status.is_out_of_time,
             Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
-            Fact.HOLDS_STATE: status.worker is not None and status.worker.report.holds_state,
+            Fact.HOLDS_STATE: status.worker is not None and status.worker.report.held.holds_state,
             Fact.RAISED: find_error(generation, status) is not None,
             Fact.JOINER: joins,
             Fact.REGULAR_JOINER: joins and not status.is_spare,
@@ -186,7 +189,7 @@ class MembershipTally:
             Fact.SEPARATED: find_reach_report(generation, status) is not None,
             Fact.SERVES_WORLD: not is_cut_off(self._state, host)
             and any(
-                (s.world, s.address) == (generation.world, generation.service_address)
+                (s.world, s.address) == (generation.membership.world, generation.membership.service_address)
                 for s in status.services
             ),
         }
@@ -204,7 +207,7 @@ class MembershipTally:
         """
         if self.is_over():
             return True
-        counts, num_members = self._counts, len(self._state.generation.members)
+        counts, num_members = self._counts, len(self._state.generation.membership.members)
         match self._state.generation.phase:
             case GenerationPhase.QUIESCE:
                 if counts[Fact.WAITED_FOR]:
@@ -231,15 +234,18 @@ class MembershipTally:
             return False
         if counts[Fact.OVERDUE] and generation.phase in HANGING_PHASES:
             return True
-        is_done = generation.phase is GenerationPhase.ACTIVE and counts[Fact.DONE] == len(generation.members)
+        is_done = generation.phase is GenerationPhase.ACTIVE and counts[Fact.DONE] == len(
+            generation.membership.members
+        )
         return is_done or bool(counts[Fact.DISRUPTIVE]) or self._lacks_service()
 
     def _lacks_service(self) -> bool:
         generation, counts = self._state.generation, self._counts
-        if counts[Fact.SERVES_WORLD] or not generation.service_address:
+        if counts[Fact.SERVES_WORLD] or not generation.membership.service_address:
             return False
         return generation.phase is GenerationPhase.FORM or (
-            generation.phase is GenerationPhase.ACTIVE and counts[Fact.STEPPED] < len(generation.members)
+            generation.phase is GenerationPhase.ACTIVE
+            and counts[Fact.STEPPED] < len(generation.membership.members)
         )
 
     def _may_leave_out_late(self, waited_s: float, config: MembershipConfig) -> bool:
@@ -250,22 +256,22 @@ class MembershipTally:
     def _may_settle(self, waited_s: float, config: MembershipConfig) -> bool:
         """Return whether the members, which are all idle, and those that join may be enough to go on."""
         generation, counts = self._state.generation, self._counts
-        if generation.attempts > config.max_collective_retries:
+        if generation.failures.attempts > config.max_collective_retries:
             return True
         if counts[Fact.OWES_REPORT]:
             return False
         # Where the state is in doubt, no host is waited for that may bring one back.
-        is_in_doubt = generation.trusted_step is not None
-        if generation.members or is_in_doubt or waited_s > config.start_timeout_s:
+        is_in_doubt = generation.state.trusted_step is not None
+        if generation.membership.members or is_in_doubt or waited_s > config.start_timeout_s:
             return True
-        if generation.world == 0 and not self._exists_state():
+        if generation.membership.world == 0 and not self._exists_state():
             return counts[Fact.REGULAR_JOINER] >= max(config.num_hosts, config.min_hosts, 1)
         if waited_s > config.regroup_grace_s:
             return True
         # All are waited for that are expected to come; standbys that all are in the world already wait for each other.
         hosts, quarantined = self._state.hosts, self._state.quarantined
         expected = config.num_hosts - count_missing_places(self._state)
-        if config.replaces_workers and generation.progress > 0:
+        if config.replaces_workers and generation.record.progress > 0:
             expected = min(config.num_hosts, len(hosts) - sum(host in hosts for host in quarantined))
         can_go_on_in_place = counts[Fact.SEATED_JOINER] > 0 and not counts[Fact.UNREPLACED]
         return counts[Fact.JOINER] >= expected or (config.replaces_workers and can_go_on_in_place)
@@ -288,7 +294,7 @@ class MembershipTally:
 
     def find_recoverable_step(self) -> int:
         """Return what `facts.find_recoverable_step` does."""
-        progress = self._state.generation.progress
+        progress = self._state.generation.record.progress
         if progress > 0 or self._redundancy.is_any_committed or self._exists_state():
             return max(progress, max(self._step_counts, default=0))
         return 0

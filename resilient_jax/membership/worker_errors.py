@@ -3,16 +3,11 @@
 from resilient_jax.errors import ExitCode
 from resilient_jax.health.error_texts import Blame, ErrorSummary, summarize_error
 from resilient_jax.ids import HostName, Incarnation
+from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
 from resilient_jax.protocol.raised_error import EXIT_CODE, RaisedError
-from resilient_jax.protocol.records import (
-    Generation,
-    HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
-    WorkerFailureKind,
-    WorkerStatus,
-)
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker_report import WorkerFailureKind
 
 _OF_THE_SCRIPT = (WorkerFailureKind.USER, WorkerFailureKind.LATE)
 
@@ -30,13 +25,13 @@ def find_error(generation: Generation, status: HostStatus) -> JobOutcome | None:
     if summarize_worker_error(worker).blame is not Blame.UNKNOWN:
         return None
     error = read_error(status)
-    is_known = any(one.host != error.host and one.is_same_error(error) for one in generation.raised)
+    is_known = any(one.host != error.host and one.is_same_error(error) for one in generation.failures.raised)
     return outcome if is_known else None
 
 
 def is_noted(generation: Generation, host: HostName, incarnation: Incarnation) -> bool:
     """Return whether the leader has noted the error of a worker, so that its host may start another."""
-    return any((one.host, one.incarnation) == (host, incarnation) for one in generation.raised)
+    return any((one.host, one.incarnation) == (host, incarnation) for one in generation.failures.raised)
 
 
 def read_error(status: HostStatus) -> RaisedError:
@@ -47,7 +42,7 @@ def read_error(status: HostStatus) -> RaisedError:
     return RaisedError(
         host=status.host,
         incarnation=worker.incarnation,
-        step=max(worker.report.step, status.step),
+        step=max(worker.report.held.step, status.progress.step),
         what=summary.what or f"{EXIT_CODE}{worker.exit_code}",
         place=summary.place,
     )

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Final
 
-import msgspec
-
 from resilient_jax.ids import HostName, Seat, WorldId
 from resilient_jax.membership.doubt import are_parts_trusted, is_trusted
 from resilient_jax.membership.facts import (
@@ -21,7 +19,9 @@ from resilient_jax.membership.facts import (
 )
 from resilient_jax.membership.job_end import is_any_staying
 from resilient_jax.membership.state_loss import explain_state_loss
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorldChange
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, WorldChange
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateLoss, StateSource, are_parts_complete
 
@@ -64,7 +64,7 @@ def find_state_origin(
 ) -> StateOrigin:
     """Return the newest complete state: a worker's, or that of all members together, or, if newer, a snapshot's."""
     holders = {s.host: s.worker for s in _holders_of(state.generation, kept, joiners) if s.worker}
-    step = max((w.report.step for w in holders.values()), default=0)
+    step = max((w.report.held.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
     parts = _list_parts(kept) if are_parts_trusted(state.generation) else {}
     parts_step = max(parts.values(), default=0)
@@ -78,7 +78,7 @@ def find_state_origin(
         sources=tuple(
             StateSource(host=host, endpoint=w.report.endpoint)
             for host, w in holders.items()
-            if w.report.step == step
+            if w.report.held.step == step
         ),
     )
 
@@ -92,11 +92,11 @@ def _list_parts(kept: list[HostStatus]) -> dict[HostName, int]:
     reports = {
         s.host: s.worker.report
         for s in kept
-        if s.worker is not None and s.worker.report.part is not None and s.worker.report.step > 0
+        if s.worker is not None and s.worker.report.held.part is not None and s.worker.report.held.step > 0
     }
-    steps = {host: report.step for host, report in reports.items()}
+    steps = {host: report.held.step for host, report in reports.items()}
     is_one_state = bool(steps) and max(steps.values()) - min(steps.values()) <= 1
-    parts = [report.part for report in reports.values() if report.part is not None]
+    parts = [report.held.part for report in reports.values() if report.held.part is not None]
     return steps if is_one_state and are_parts_complete(parts) else {}
 
 
@@ -112,7 +112,7 @@ def _reform(
     address = _find_address(state, world, len(members))
     if address is None:
         return StartCoordinationService(world, len(members), num_seats)
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
         change=WorldChange.REFORM,
         world=world,
@@ -143,7 +143,7 @@ def _holders_of(
             s
             for s in hosts
             if s.worker is not None
-            and s.worker.report.holds_state
+            and s.worker.report.held.holds_state
             and is_trusted(generation, s.worker.report)
         ]
         for hosts in (kept, joiners)
@@ -176,21 +176,21 @@ def form_next_generation(
     generation = state.generation
     if is_in_place(state, kept, joiners, origin) and not renews_world:
         change = WorldChange.GROW if joiners else WorldChange.SHRINK
-        built = msgspec.structs.replace(
+        built = change_fields(
             generation,
             change=change,
             members=keep_seats(generation, kept, joiners),
-            service_address="" if _explain_no_cliques(state, kept) else generation.service_address,
+            service_address="" if _explain_no_cliques(state, kept) else generation.membership.service_address,
         )
-        built = msgspec.structs.replace(built, newcomers=_list_waiting(state, built))
+        built = change_fields(built, newcomers=_list_waiting(state, built))
     else:
         built = _reform(state, kept, joiners, spare_seats)
         if isinstance(built, StartCoordinationService):
             return built
     held = {*(source.host for source in origin.sources), *origin.part_holders}
     # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
-    receivers = tuple(m.host for m in built.members if m.host not in held) if held else ()
-    return msgspec.structs.replace(
+    receivers = tuple(m.host for m in built.membership.members if m.host not in held) if held else ()
+    return change_fields(
         built,
         phase=GenerationPhase.FORM,
         ends_job=False,
@@ -202,13 +202,14 @@ def form_next_generation(
         snapshot=origin.snapshot,
         state_loss=None
         if origin.exists
-        else state_loss or generation.state_loss,  # the world in which it was to be read may be lost, too
+        else state_loss
+        or generation.state.state_loss,  # the world in which it was to be read may be lost, too
         reason=f"{generation.reason}: {explain_state_loss(state_loss)}"
         if state_loss is not None
         else generation.reason,
         progress=_find_progress(generation, origin),
         # Without a state the job begins anew: snapshots of earlier generations do not count any more.
-        initial_generation=generation.initial_generation if origin.exists else generation.number,
+        initial_generation=generation.state.initial_generation if origin.exists else generation.number,
     )
 
 
@@ -217,8 +218,12 @@ def _find_progress(generation: Generation, origin: StateOrigin) -> int:
     if not origin.exists:
         return 0
     if origin.part_holders:  # which a second loss may end: a snapshot shows that there is a state to rely on
-        return generation.progress
-    return origin.step if generation.trusted_step is not None else max(generation.progress, origin.step)
+        return generation.record.progress
+    return (
+        origin.step
+        if generation.state.trusted_step is not None
+        else max(generation.record.progress, origin.step)
+    )
 
 
 def give_seats(
@@ -230,7 +235,7 @@ def give_seats(
     Each has one try: a worker that cannot take its seat joins by a re-form.
     """
     generation = state.generation
-    num_free = generation.num_seats - generation.next_seat
+    num_free = generation.membership.num_seats - generation.membership.next_seat
     waiting, later = (
         [status for status in hosts if find_seat(generation, status) is None] for hosts in (joiners, spares)
     )
@@ -240,11 +245,12 @@ def give_seats(
     if not waiting:
         return None
     given = tuple(
-        _make_member(status, Seat(seat)) for seat, status in enumerate(waiting, generation.next_seat)
+        _make_member(status, Seat(seat))
+        for seat, status in enumerate(waiting, generation.membership.next_seat)
     )
-    return msgspec.structs.replace(
+    return change_fields(
         generation,
-        next_seat=Seat(generation.next_seat + len(given)),
+        next_seat=Seat(generation.membership.next_seat + len(given)),
         newcomers=(*_list_waiting(state, generation), *given),
         spares=tuple(status.host for status in spares),
     )
@@ -253,7 +259,9 @@ def give_seats(
 def can_be_seated(generation: Generation, joiners: list[HostStatus]) -> bool:
     """Return whether hosts that have no seat yet may get and take one while others train."""
     seated = [status for status in joiners if find_seat(generation, status) is not None]
-    has_seats = len(joiners) - len(seated) <= generation.num_seats - generation.next_seat
+    has_seats = (
+        len(joiners) - len(seated) <= generation.membership.num_seats - generation.membership.next_seat
+    )
     return has_seats and all(awaits_seat(generation, status) for status in seated)
 
 
@@ -261,8 +269,8 @@ def _list_waiting(state: MembershipState, generation: Generation) -> tuple[Membe
     """Return the newcomers that may still join: they live, and are no members."""
     return tuple(
         newcomer
-        for newcomer in generation.newcomers
-        if is_newcomer_alive(state, newcomer) and generation.find_member(newcomer.host) != newcomer
+        for newcomer in generation.membership.newcomers
+        if is_newcomer_alive(state, newcomer) and generation.membership.find_member(newcomer.host) != newcomer
     )
 
 
@@ -279,7 +287,7 @@ def explain_new_world(state: MembershipState, kept: list[HostStatus], joiners: l
     before its death.
     """
     generation = state.generation
-    if generation.attempts > (0 if kept else 1):
+    if generation.failures.attempts > (0 if kept else 1):
         return "the last attempt failed although no host died"
     return _explain_no_cliques(state, kept) or _explain_absence(generation, kept, joiners)
 
@@ -295,7 +303,7 @@ def can_go_on_by_mail(
     """
     generation = state.generation
     is_step_under_way = generation.phase is GenerationPhase.QUIESCE and bool(origin.part_holders)
-    has_failed = not generation.service_address and generation.attempts > 0
+    has_failed = not generation.membership.service_address and generation.failures.attempts > 0
     return (
         is_step_under_way
         and not has_failed
@@ -314,11 +322,11 @@ def is_in_place(
 
 def _explain_no_cliques(state: MembershipState, kept: list[HostStatus]) -> str:
     """Return why members of the world cannot form new cliques; empty if its service runs, and none took it for dead."""
-    world = state.generation.world
+    world = state.generation.membership.world
     detached = [
         status.host
         for status in kept
-        if status.worker is not None and status.worker.report.detached_from == world
+        if status.worker is not None and status.worker.report.place.detached_from == world
     ]
     if world == 0:
         return "there is no world yet"
@@ -329,17 +337,23 @@ def _explain_no_cliques(state: MembershipState, kept: list[HostStatus]) -> str:
 
 def _explain_absence(generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]) -> str:
     """Return who of these hosts is not in the world, and why; empty if all are, and there is one at least."""
-    left = [s.host for s in kept if s.worker is None or s.worker.report.world != generation.world]
+    left = [
+        s.host for s in kept if s.worker is None or s.worker.report.place.world != generation.membership.world
+    ]
     if left:
         return f"{join_names(left)} had to leave the world"
     outside = [status.host for status in joiners if not has_taken_seat(generation, status)]
     if not outside:
         return "" if kept or joiners else "no host of their world is ready"
     without = "has no seat" if len(outside) == 1 else "have no seats"
-    if generation.num_seats == 1:
+    if generation.membership.num_seats == 1:
         why = ", which was formed for one host"
     else:
-        why = ", which has none left" if generation.next_seat >= generation.num_seats else ""
+        why = (
+            ", which has none left"
+            if generation.membership.next_seat >= generation.membership.num_seats
+            else ""
+        )
     return f"{join_names(outside)} {without} in their world{why}"
 
 
@@ -362,7 +376,7 @@ def keep_seats(
 ) -> tuple[Member, ...]:
     """Return the members of the next generation in the same world."""
     names = {status.host for status in kept}
-    stay = tuple(m for m in generation.members if m.host in names)
+    stay = tuple(m for m in generation.membership.members if m.host in names)
     come = (find_seat(generation, status) for status in joiners)
     return tuple(sorted((*stay, *(m for m in come if m is not None)), key=lambda m: m.seat))
 
@@ -374,7 +388,7 @@ def _assign_seats(
     count = len(kept) + len(joiners)
     seats: dict[HostName, Seat] = {}
     for status in kept:
-        member = generation.find_member(status.host)
+        member = generation.membership.find_member(status.host)
         # Seats are dense: one beyond the new number of members cannot be kept.
         if member is not None and member.seat < count:
             seats[status.host] = member.seat

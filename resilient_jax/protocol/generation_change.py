@@ -14,8 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from resilient_jax.errors import MessageError
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.record_parts import change_fields, find_types, read_field
 
 SMALL_RECORD_BYTES: Final = 2048
 """A record of at most so many bytes is its own change: to read it costs no more than to look for what is different."""
@@ -54,7 +55,7 @@ class GenerationChange(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         base: digest of the generation before; empty: `packed` has all.
         digest: digest of the generation after the change.
-        values: fields that have other values, as msgpack has them.
+        values: fields that have other values, as msgpack has them, also those of parts.
         lists: fields that are lists with other items, as parts of the list in the base and new items.
         packed: record of the generation, compressed; empty without a base: then the record must be read from the store.
     """
@@ -90,8 +91,8 @@ def describe_change(before: Generation | None, after: Generation) -> GenerationC
 def _compare(before: Generation, after: Generation) -> tuple[dict[str, Any], dict[str, list[ListPart]]]:
     values: dict[str, Any] = {}
     lists: dict[str, list[ListPart]] = {}
-    for name in Generation.__struct_fields__:
-        old, new = getattr(before, name), getattr(after, name)
+    for name in find_types(Generation):
+        old, new = read_field(before, name), read_field(after, name)
         if old is new or old == new:
             continue
         if isinstance(new, tuple):
@@ -134,16 +135,16 @@ def apply_change(known: Generation | None, change: GenerationChange) -> Generati
         return _unpack(change)
     if known is None or digest_record(msgspec.msgpack.encode(known)) != change.base:
         return None
-    values: dict[str, Any] = {
-        name: change.values.get(name, getattr(known, name)) for name in Generation.__struct_fields__
-    }
-    for name, parts in change.lists.items():
-        values[name] = _join(_to_list(getattr(known, name)), parts)
-    values = msgspec.to_builtins(values, builtin_types=(bytes,))
+    lists = {name: _join(_to_list(read_field(known, name)), parts) for name, parts in change.lists.items()}
+    types = find_types(Generation)
     try:
-        after = msgspec.convert(values, Generation, builtin_types=(bytes,))
+        values = {
+            name: msgspec.convert(value, types[name], builtin_types=(bytes,))
+            for name, value in (change.values | lists).items()
+        }
     except msgspec.ValidationError:
         return None
+    after = change_fields(known, **values)
     return after if digest_record(msgspec.msgpack.encode(after)) == change.digest else None
 
 

@@ -10,8 +10,9 @@ import msgspec
 
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, Seat
-from resilient_jax.protocol.records import Generation, WorkerReport
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.state_records import NextMembers
+from resilient_jax.protocol.worker_report import TrainingProgress, WorkerReport
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -117,17 +118,9 @@ class WorkerReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StepCommitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The worker committed a step.
+    """The worker committed a step."""
 
-    Attributes:
-        step: how many steps are committed.
-        num_steps: how many will be in the end; 0: not known.
-        metrics: by name.
-    """
-
-    step: int
-    num_steps: int = 0
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    progress: TrainingProgress
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerState
+from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import (
@@ -26,6 +26,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerState
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.worker import worker_protocol
@@ -183,11 +184,11 @@ class AgentConnection:
         send_unless_closed(self._connection, commit)
         with self._changed:
             protocol, answers = worker_protocol.report_commit(
-                self._protocol, commit.step, holds_state=holds_state, part=part
+                self._protocol, commit.progress.step, holds_state=holds_state, part=part
             )
             self._apply((protocol, answers))
         if answers:
-            self.record_event(EventKind.STEP_COMMITTED, step=commit.step)
+            self.record_event(EventKind.STEP_COMMITTED, step=commit.progress.step)
 
     @property
     def takes_snapshot(self) -> bool:

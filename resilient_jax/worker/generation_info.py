@@ -11,8 +11,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants
-from resilient_jax.protocol.records import Generation
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.worker_messages import FormWorld
@@ -106,21 +106,21 @@ def _assign_all_to_first(axes: str | Sequence[str]) -> dict[str, int]:
 def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
     """Return what the script may know of the generation that a worker is ordered to form."""
     generation: Generation = order.generation
-    member = generation.find_member(order.host)
+    member = generation.membership.find_member(order.host)
     assert member is not None, "an agent orders only members to form a world"
     return GenerationInfo(
         number=generation.number,
-        hosts=tuple(m.host for m in generation.members),
-        process_index=ProcessIndex(generation.members.index(member)),
-        change=str(generation.change),
+        hosts=tuple(m.host for m in generation.membership.members),
+        process_index=ProcessIndex(generation.membership.members.index(member)),
+        change=str(generation.membership.change),
         reason=generation.reason,
-        trusted_step=generation.trusted_step,
-        state_loss=generation.state_loss,
-        layer_speeds=generation.slowness.speeds,
-        stage_hosts=generation.stage_hosts,
-        earlier_stage_hosts=generation.earlier_stage_hosts,
-        plan_axes=generation.plan_axes,
-        plan_constants=generation.plan_constants,
+        trusted_step=generation.state.trusted_step,
+        state_loss=generation.state.state_loss,
+        layer_speeds=generation.record.slowness.speeds,
+        stage_hosts=generation.shape.stage_hosts,
+        earlier_stage_hosts=generation.shape.earlier_stage_hosts,
+        plan_axes=generation.shape.plan_axes,
+        plan_constants=generation.shape.plan_constants,
         events=events,
-        has_service=bool(generation.service_address),
+        has_service=bool(generation.membership.service_address),
     )

@@ -17,7 +17,6 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import WorkerState, is_busy
 from resilient_jax.protocol.worker_messages import (
     RESTART_EXIT_CODE,
     Heartbeat,
@@ -27,6 +26,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_report import WorkerState, is_busy
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.hang_watch import HangWatch, OverdueReporter

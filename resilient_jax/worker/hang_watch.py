@@ -12,8 +12,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import WorkerState
 from resilient_jax.protocol.worker_messages import StacksTaken, WorkerMessage, WorkerOrder
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.telemetry.worker_activity import Activity, worker_activity
 from resilient_jax.worker import worker_protocol

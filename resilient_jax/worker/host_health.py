@@ -113,7 +113,7 @@ class HostHealth:
 
     Args:
         hosts: hosts of the generation, in order of their indexes.
-        report: called with all slow hosts when the slow hosts have changed; see `WorkerReport.slow_hosts`.
+        report: called with all slow hosts when the slow hosts have changed; see `WorkerFindings.slow_hosts`.
         record: record that outlives the generation.
         clock: clock that tells how long measuring takes.
         known: hosts that get fewer layers of a pipeline because another first host has found them slow: these hosts are

@@ -147,24 +147,25 @@ def _rehearse(
 ) -> bool:
     generation, others = order.generation, list_others(order)
     control, committed = RehearsalControl(order.host, agent), CommittedState()
-    committed.first_step, committed.kept = generation.step, kept
+    committed.first_step, committed.kept = generation.state.step, kept
     hosts = (*(member.host for member in others), order.host)
-    present = generation.stage_hosts or tuple(member.host for member in generation.members)
-    is_kept = set(generation.stage_hosts) == set(hosts)
+    present = generation.shape.stage_hosts or tuple(member.host for member in generation.membership.members)
+    is_kept = set(generation.shape.stage_hosts) == set(hosts)
     info = GenerationInfo(
         number=generation.number,
         hosts=hosts,
         process_index=ProcessIndex(len(others)),
         change="grow",
         reason="a rehearsal",
-        layer_speeds=generation.slowness.speeds,
+        layer_speeds=generation.record.slowness.speeds,
         # As the leader decides when this host is a member: a stage that is kept for it stays where it is.
-        stage_hosts=generation.stage_hosts if is_kept else (),
-        earlier_stage_hosts=() if is_kept else (*generation.earlier_stage_hosts, present),
-        plan_axes=generation.plan_axes,
-        plan_constants=generation.plan_constants,
-        next_failure_s=1 / estimate_rate(generation.history, hosts),
-        is_joining=order.host not in generation.spares and generation.find_member(order.host) is None,
+        stage_hosts=generation.shape.stage_hosts if is_kept else (),
+        earlier_stage_hosts=() if is_kept else (*generation.shape.earlier_stage_hosts, present),
+        plan_axes=generation.shape.plan_axes,
+        plan_constants=generation.shape.plan_constants,
+        next_failure_s=1 / estimate_rate(generation.record.history, hosts),
+        is_joining=order.host not in generation.membership.spares
+        and generation.membership.find_member(order.host) is None,
     )
     session = Session(committed, control, rehearsed_state=rehearsed_state)
     reducer = Reducer(

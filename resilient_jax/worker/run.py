@@ -13,8 +13,8 @@ from resilient_jax.errors import EXHAUSTION_ERRNOS, CallerError, ConfigError, Me
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.distributed import is_backend_initialized
 from resilient_jax.jax_runtime.distributed_refusal import check_not_initialized, refuse_under_agent
+from resilient_jax.protocol.generation import WorldChange
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.protocol.records import WorldChange
 from resilient_jax.protocol.replay import ReplayOrder, find_replay_order
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,

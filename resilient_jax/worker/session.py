@@ -22,6 +22,7 @@ from resilient_jax.protocol.failpoints import ANY_INDEX, Corruption, FailPoint
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE, StepCommitted
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
 from resilient_jax.state.restore import restore_snapshot
@@ -174,7 +175,9 @@ class Session:
         # Reported only now: the leader counts on a step as soon as it is reported,
         # and this host must be able to resume from it.
         self._control.report_commit(
-            StepCommitted(step=self._step + 1, num_steps=self._num_commits, metrics=metrics),
+            StepCommitted(
+                progress=TrainingProgress(step=self._step + 1, num_steps=self._num_commits, metrics=metrics)
+            ),
             holds_state=self.committed.holds_state,
             part=self.committed.part,
         )

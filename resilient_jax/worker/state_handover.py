@@ -6,7 +6,7 @@ from collections.abc import Callable
 from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
@@ -45,34 +45,34 @@ class StateHandover:
         self._transfer.cancel()
 
     def prepare(self, generation: Generation, *, in_place: bool) -> None:
-        """Return with the state of `generation.step` here, or knowing where the train function gets it from.
+        """Return with the state of `generation.state.step` here, or knowing where the train function gets it from.
 
         Args:
             in_place: True: the devices stay. False: everything on them is moved to host memory.
         """
         committed = self._committed
-        if generation.is_state_in_parts:
+        if generation.state.is_state_in_parts:
             self._prepare_part(generation, in_place=in_place)
             return
-        if generation.snapshot is not None:
+        if generation.state.snapshot is not None:
             if not in_place:
-                self._leave_devices_for_snapshot(generation, generation.snapshot)
-            committed.set_snapshot_plan(generation.snapshot)
+                self._leave_devices_for_snapshot(generation, generation.state.snapshot)
+            committed.set_snapshot_plan(generation.state.snapshot)
             return
-        if self._host in generation.receivers:
+        if self._host in generation.state.receivers:
             committed.clear()  # before the fetch: an older state is of no use, and takes memory
             committed.state = self._fetch(generation)
             return
-        if not generation.sources:
+        if not generation.state.sources:
             committed.clear()  # the job begins, or begins again: no host's state is valid
             return
         state = committed.state
         assert state is not None, "a host that receives no state has it"
-        if generation.receivers or not in_place:
+        if generation.state.receivers or not in_place:
             # Receivers read from a copy: the first step may donate the
             # arrays themselves, and a re-form takes them away.
             copy = self._copy_to_host(state)
-            if generation.receivers:
+            if generation.state.receivers:
                 self._server.offer(generation.number, copy)
             if not in_place:
                 committed.state = copy
@@ -86,7 +86,7 @@ class StateHandover:
         """
         committed = self._committed
         is_of_this_step = not committed.is_empty and committed.step == plan.id.step
-        is_doubtful = generation.are_parts_doubtful or generation.trusted_step is not None
+        is_doubtful = generation.failures.are_parts_doubtful or generation.state.trusted_step is not None
         committed.move_contributions_to_host()
         if is_of_this_step and not is_doubtful:
             committed.move_kept_to_host()
@@ -95,11 +95,11 @@ class StateHandover:
 
     def _prepare_part(self, generation: Generation, *, in_place: bool) -> None:
         """Have this host's part of the state, if it has one, where the train function finds it."""
-        if self._host in generation.receivers:
+        if self._host in generation.state.receivers:
             self._committed.clear(keeps_copies=in_place)
         elif not in_place:
             self._committed.move_kept_to_host()
-        self._committed.set_parts(generation.step)
+        self._committed.set_parts(generation.state.step)
 
     def move_to_host(self) -> None:
         """Move the state to host memory: this worker leaves its world while others train.
@@ -123,20 +123,20 @@ class StateHandover:
     def _fetch(self, generation: Generation) -> FlatState:
         started_s = time.monotonic()
         # By position, so that receivers begin with different sources.
-        position = [member.host for member in generation.members].index(self._host)
+        position = [member.host for member in generation.membership.members].index(self._host)
         state = fetch_state(
             generation.number,
-            generation.sources,
+            generation.state.sources,
             position,
             self._credentials,
             self._transfer,
             self._raise_if_ended,
             self._on_source_failed,
         )
-        if state.step != generation.step:
+        if state.step != generation.state.step:
             raise StateError(
                 f"state of step {state.step} arrived where generation {generation.number} resumes from step "
-                f"{generation.step}"
+                f"{generation.state.step}"
             )
         self._record_event(EventKind.STATE_FETCHED, bytes=state.nbytes, seconds=time.monotonic() - started_s)
         return state

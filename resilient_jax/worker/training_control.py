@@ -5,9 +5,9 @@ from typing import Protocol
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import StepCommitted
+from resilient_jax.protocol.worker_report import StateDoubt, WorkerFailure, WorkerFailureKind
 from resilient_jax.worker.worker_protocol import HeldPause, Transition
 
 
@@ -37,13 +37,11 @@ class CorruptionFound(GenerationEnded):
         self, message: str, *, trusted_step: int, corrupt_hosts: tuple[HostName, ...], is_this_host: bool
     ) -> None:
         super().__init__(message)
-        self.trusted_step = trusted_step
         self.is_this_host = is_this_host
         self.failure = WorkerFailure(
             kind=WorkerFailureKind.CORRUPTION,
             text=message,
-            trusted_step=trusted_step,
-            corrupt_hosts=corrupt_hosts,
+            doubt=StateDoubt(trusted_step=trusted_step, corrupt_hosts=corrupt_hosts),
         )
 
 

@@ -27,7 +27,7 @@ from resilient_jax.jax_runtime.failures import ServiceEnded, is_collective_failu
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
-from resilient_jax.protocol.records import SeatId, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.generation import SeatId, WorldChange
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -38,6 +38,7 @@ from resilient_jax.protocol.worker_messages import (
     TakeSeat,
     WorkerSettings,
 )
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.snapshot.malloc_settings import release_freed_memory
 from resilient_jax.state.flat_state import FlatState
@@ -211,7 +212,7 @@ class Worker:
             if self._connector.is_broken:
                 self._agent.report_found(worker_protocol.report_world, None)
             elif is_detached():
-                self._agent.report_found(worker_protocol.report_detached, order.generation.world)
+                self._agent.report_found(worker_protocol.report_detached, order.generation.membership.world)
             # Last of all: after this report the leader may order this worker into the next world.
             self._agent.report_idle(
                 step=self._committed.step,
@@ -237,8 +238,10 @@ class Worker:
             with worker_activity.task(WorkerTask.FORMING):
                 self._form_world(order)
             self._snapshotter.begin_generation(
-                order.generation.protection,
-                base=order.generation.snapshot.id if order.generation.snapshot is not None else None,
+                order.generation.state.protection,
+                base=order.generation.state.snapshot.id
+                if order.generation.state.snapshot is not None
+                else None,
             )
             world = self._make_world(order)
             try:
@@ -306,7 +309,7 @@ class Worker:
         self._events.clear()
         self._monitor.begin_generation(generation)
         started_s = time.monotonic()
-        if generation.change is WorldChange.REFORM:
+        if generation.membership.change is WorldChange.REFORM:
             self._reform(order)
         else:
             self._handover.prepare(generation, in_place=True)
@@ -315,14 +318,14 @@ class Worker:
         self._hit_failpoint(FailPoint.BEFORE_FORMED)
         self._record_event(
             EventKind.WORLD_FORMED,
-            change=str(generation.change),
-            hosts=len(generation.members),
+            change=str(generation.membership.change),
+            hosts=len(generation.membership.members),
             seconds=time.monotonic() - started_s,
         )
-        member = generation.find_member(order.host)
+        member = generation.membership.find_member(order.host)
         assert member is not None, "an agent orders only members to form a world"
         self._agent.report_formed(
-            SeatId(generation.world, member.seat),
+            SeatId(generation.membership.world, member.seat),
             self._committed.step,
             holds_state=self._committed.holds_state,
         )
@@ -357,7 +360,8 @@ class Worker:
                 text = "".join(traceback.format_exception(error))
                 failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
         self._connector.end_generation(is_intact=True)
-        self._agent.report_seat(order.generation.world if self._connector.is_connected else None, failure)
+        world = order.generation.membership.world if self._connector.is_connected else None
+        self._agent.report_seat(world, failure)
 
     def _rehearse(self, order: TakeSeat, train_fn: TrainFunction) -> None:
         """Load what a step needs; whatever fails in it fails again where it counts.

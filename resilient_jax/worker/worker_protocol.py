@@ -45,18 +45,10 @@ import dataclasses
 import enum
 from typing import assert_never
 
-import msgspec
-
 from resilient_jax.ids import GenerationNumber, WorldId
+from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.plan_records import PlanOutlook
-from resilient_jax.protocol.records import (
-    SeatId,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    is_busy,
-)
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import NextMembers, StatePart
@@ -71,6 +63,15 @@ from resilient_jax.protocol.worker_messages import (
     TakeSeat,
     WorkerAdmitted,
     WorkerReported,
+)
+from resilient_jax.protocol.worker_report import (
+    CheckpointReport,
+    StateDoubt,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+    is_busy,
 )
 from resilient_jax.protocol.worker_tasks import OverdueTask
 
@@ -162,7 +163,11 @@ class StepDecision(enum.Enum):
 def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
     """Return the state of a worker that has just started."""
     return WorkerProtocol(
-        report=WorkerReport(is_polling_checkpoints=polls_checkpoints, saves_on_notice=polls_checkpoints),
+        report=WorkerReport(
+            checkpoints=CheckpointReport(
+                is_polling_checkpoints=polls_checkpoints, saves_on_notice=polls_checkpoints
+            )
+        ),
         polls_checkpoints=polls_checkpoints,
         newest=GenerationNumber(0),
         entered=GenerationNumber(0),
@@ -170,7 +175,7 @@ def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
 
 
 def _report(before: WorkerProtocol, /, **changes: object) -> Transition:
-    report = msgspec.structs.replace(before.report, **changes)
+    report = change_fields(before.report, **changes)
     return dataclasses.replace(before, report=report), (WorkerReported(report=report),)
 
 
@@ -207,7 +212,7 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_
             return (state if number <= state.entered else dataclasses.replace(state, form=order)), ()
         case TakeSeat():
             # Ordered with every record of the generation; a seat is tried once.
-            is_tried = get_seat(order) == state.report.seat
+            is_tried = get_seat(order) == state.report.place.seat
             return (state if is_tried else dataclasses.replace(state, take_seat=order)), ()
         case Quiesce():
             state = dataclasses.replace(state, form=None, take_seat=None, held_pause=None)
@@ -222,10 +227,10 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_
             return dataclasses.replace(state, held_pause=held), ()
         case Pause():
             # A step that has begun is finished: the next one is the first at which this worker can stop.
-            limit = state.report.step if is_idle else state.next_step
+            limit = state.report.held.step if is_idle else state.next_step
             # Copies are waited for no more: to let the pause come later must not move the limit.
             state = dataclasses.replace(state, limit=limit, held_pause=None, ends_job=order.ends_job)
-            saves = order.ends_job and not is_idle and state.report.saves_on_notice
+            saves = order.ends_job and not is_idle and state.report.checkpoints.saves_on_notice
             return _report(state, generation=number, earliest_stop_step=limit + saves)
         case RunToBoundary():
             boundary, takes_snapshot = order.boundary_step, order.takes_snapshot
@@ -236,14 +241,14 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_
 
 def _must_hold(state: WorkerProtocol, pause: Pause) -> bool:
     """Return whether blocks are copied before a pause: it is held until `answer_pause`."""
-    is_training = state.report.state is WorkerState.RUNNING and state.report.part is not None
+    is_training = state.report.state is WorkerState.RUNNING and state.report.held.part is not None
     is_prepared = state.prepared_for is not None and state.prepared_for >= pause.generation
     return is_training and not is_prepared
 
 
 def get_seat(order: TakeSeat) -> SeatId:
     """Return the seat that a worker is to take."""
-    return SeatId(order.generation.world, order.seat)
+    return SeatId(order.generation.membership.world, order.seat)
 
 
 # The main thread between generations.
@@ -274,7 +279,7 @@ def try_take_order(
             takes_snapshot=True,
             ends_job=False,
             held_pause=None,
-            next_step=state.report.step,
+            next_step=state.report.held.step,
         )
         state, answers = _report(
             state,
@@ -285,8 +290,8 @@ def try_take_order(
             is_done=False,
             is_compiling=False,
             # A receiver gives up what it has for what it is sent.
-            part=state.report.part
-            if form.generation.is_state_in_parts and form.host not in form.generation.receivers
+            part=state.report.held.part
+            if form.generation.state.is_state_in_parts and form.host not in form.generation.state.receivers
             else None,
             snapshot=None,
             copied=None,
@@ -294,8 +299,7 @@ def try_take_order(
             earliest_stop_step=None,
             failure=None,
             overdue=None,
-            trusted_step=None,
-            corrupt_hosts=(),
+            doubt=StateDoubt(),
             plans=None,
             entered=form.generation.number,
         )
@@ -369,16 +373,14 @@ def report_idle(
         failure=None if is_answered and not is_late else failure,
         overdue=None,
         # Also if it is answered: only this worker may know it.
-        trusted_step=failure.trusted_step if failure is not None else None,
-        corrupt_hosts=failure.corrupt_hosts if failure is not None else (),
+        doubt=failure.doubt if failure is not None else StateDoubt(),
     )
 
 
 def report_failure(state: WorkerProtocol, found_at: tuple[WorkerFailure, int]) -> Transition:
     """This process is about to end, for this reason, after so many steps."""
     failure, step = found_at
-    found = {"trusted_step": failure.trusted_step, "corrupt_hosts": failure.corrupt_hosts}
-    return _report(state, failure=failure, step=step, **found)
+    return _report(state, failure=failure, step=step, doubt=failure.doubt)
 
 
 def report_world(state: WorkerProtocol, world: WorldId | None) -> Transition:
@@ -416,7 +418,7 @@ def report_commit(
 
     Each report makes the agent write to the store.
     """
-    if state.report.has_finished_step:
+    if state.report.place.has_finished_step:
         return state, ()
     return _report(state, has_finished_step=True, holds_state=holds_state, part=part, step=step)
 
@@ -444,7 +446,9 @@ def is_leaving(state: WorkerProtocol) -> bool:
 
 def report_saving(state: WorkerProtocol, _: None) -> Transition:
     """The training asks whether it `is_leaving`: it saves a checkpoint then."""
-    return _report(state, saves_on_notice=True) if not state.report.saves_on_notice else (state, ())
+    return (
+        _report(state, saves_on_notice=True) if not state.report.checkpoints.saves_on_notice else (state, ())
+    )
 
 
 def report_compiling(state: WorkerProtocol, is_compiling: bool) -> Transition:
@@ -466,14 +470,14 @@ def report_slow_hosts(
 ) -> Transition:
     """These hosts are slow, and cost so much, as this worker has found, which is the first of its generation."""
     slow_hosts, slowdown = found
-    if (slow_hosts, slowdown) == (state.report.slow_hosts, state.report.slowdown):
+    if (slow_hosts, slowdown) == (state.report.findings.slow_hosts, state.report.findings.slowdown):
         return state, ()
     return _report(state, slow_hosts=slow_hosts, slowdown=slowdown)
 
 
 def report_plans(state: WorkerProtocol, plans: PlanOutlook) -> Transition:
     """Losses of hosts would make this of planned axes, as this worker has estimated."""
-    return _report(state, plans=plans) if plans != state.report.plans else (state, ())
+    return _report(state, plans=plans) if plans != state.report.findings.plans else (state, ())
 
 
 def request_snapshot_server(state: WorkerProtocol) -> WorkerProtocol:

@@ -29,7 +29,7 @@ from resilient_jax.jax_runtime.world_forming import (
     interrupt_forming,
     limit_interruption,
 )
-from resilient_jax.protocol.records import Generation, WorldChange
+from resilient_jax.protocol.generation import Generation, WorldChange
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.transport.mail_service import MailService
@@ -96,12 +96,15 @@ class WorldConnector:
             StateError: this host has fewer devices than it was started for, or no GPU.
         """
         generation = order.generation
-        member = generation.find_member(order.host)
+        member = generation.membership.find_member(order.host)
         assert member is not None, "an agent orders only members to form a world"
-        seats = tuple(m.seat for m in generation.members)
+        seats = tuple(m.seat for m in generation.membership.members)
         self._connect(
             WorldSeat(
-                address=order.relay_address, seat=member.seat, num_seats=generation.num_seats, members=seats
+                address=order.relay_address,
+                seat=member.seat,
+                num_seats=generation.membership.num_seats,
+                members=seats,
             )
         )
         self._meet(seats)
@@ -117,7 +120,10 @@ class WorldConnector:
         generation = order.generation
         self._connect(
             WorldSeat(
-                address=order.relay_address, seat=order.seat, num_seats=generation.num_seats, members=()
+                address=order.relay_address,
+                seat=order.seat,
+                num_seats=generation.membership.num_seats,
+                members=(),
             )
         )
         self._form_local_clique()
@@ -158,15 +164,15 @@ class WorldConnector:
         """
         connection = self._connection
         assert connection is not None, "a generation begins in a world"
-        seats = tuple(member.seat for member in generation.members)
+        seats = tuple(member.seat for member in generation.membership.members)
         set_members(seats)
         # Without a service none is formed, and none is needed.
-        if generation.service_address and self._cliques.is_broken(seats):
+        if generation.membership.service_address and self._cliques.is_broken(seats):
             raise FormingFailed(
                 f"{connection.place.seat}: the clique of seats {seats} was aborted earlier, and cannot be made again"
             )
         unknown = [seat for seat in seats if seat not in self._known_seats]
-        if unknown and generation.service_address:
+        if unknown and generation.membership.service_address:
             listeners = read_peer_listeners(unknown, connection.place.seat, LISTENER_TIMEOUT_S)
             gloo = dataclasses.replace(
                 connection.gloo, peer_listeners=connection.gloo.peer_listeners | listeners
@@ -174,7 +180,7 @@ class WorldConnector:
             self._connection = dataclasses.replace(connection, gloo=gloo)
             self._known_seats |= frozenset(unknown)
         # In a re-form they met when they formed the world.
-        if generation.change is not WorldChange.REFORM and generation.service_address:
+        if generation.membership.change is not WorldChange.REFORM and generation.membership.service_address:
             self._meet(seats)
         self._cliques.begin(seats)
 

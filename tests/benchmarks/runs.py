@@ -125,7 +125,7 @@ def end_job(job: LocalJob, folder: Path, what: str) -> int:
     Raises:
         InternalError: the job failed, or is still running after `RUN_TIMEOUT_S`.
     """
-    steps = max(status.step for status in wait_healthy(job).hosts) + AHEAD_STEPS
+    steps = max(status.progress.step for status in wait_healthy(job).hosts) + AHEAD_STEPS
     order_stop(folder, steps)
     wait_success(job, what)
     return steps

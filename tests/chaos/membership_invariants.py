@@ -7,7 +7,7 @@ fencing token. So the order of decisions is known even if a leader was stopped b
 from collections.abc import Iterator, Sequence
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.chaos.invariants import Invariant, Violation
 
 PHASE_ORDER = {phase: place for place, phase in enumerate(GenerationPhase)}

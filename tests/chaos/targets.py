@@ -52,7 +52,7 @@ def find_target_pids(target: FaultTarget, host: str, report: JobReport) -> tuple
 
 def find_service_host(report: JobReport) -> str | None:
     """Return the host that runs the coordination service of the present world."""
-    world = report.generation.world if report.generation is not None else None
+    world = report.generation.membership.world if report.generation is not None else None
     running = [
         (s.world, h.host) for h in report.hosts for s in h.services if world is None or s.world == world
     ]

@@ -18,7 +18,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import GenerationPhase, JobOutcome, JobOutcomeKind
 from resilient_jax.store.interface import NO_LEASE
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.transport.credentials import Credentials

@@ -17,7 +17,7 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport, read_job_r
 from resilient_jax.cluster.run_directory import HostLog, JobContact
 from resilient_jax.errors import ExitCode, MessageError, PeerError, Unauthenticated
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
@@ -177,12 +177,12 @@ def test_an_agent_obeys_no_caller_without_the_token_and_no_order_that_is_meant_f
     malformed = ReadLog(log=HostLog.EVENTS, lines=-1, offset=None)
 
     async def call() -> None:
-        async with Channel(host.agent_endpoint, Credentials("wrong")) as channel:
+        async with Channel(host.agent.endpoint, Credentials("wrong")) as channel:
             with pytest.raises(Unauthenticated):
                 await channel.call(SERVICE, READ_LOG, request, timeout_s=patience(2))
             with pytest.raises(Unauthenticated):
                 await send_signal(channel, host, JobComponent.WORKER, is_stop=False)
-        async with Channel(host.agent_endpoint, Credentials(TOKEN)) as channel:
+        async with Channel(host.agent.endpoint, Credentials(TOKEN)) as channel:
             with pytest.raises(PeerError, match="host host-0: found another agent at this address"):
                 await send_signal(channel, other, JobComponent.WORKER, is_stop=False)
             with pytest.raises(MessageError):

@@ -15,8 +15,8 @@ import pytest
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.ids import HostName, JobName, LeaseId
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.job_records import JobRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
@@ -147,7 +147,7 @@ def test_an_agent_that_was_stopped_while_it_waited_for_its_name_resumes_waiting(
     async def take_name(address: str) -> LeaseId:
         async with await RemoteStore.connect(address, Credentials(TOKEN), 5.0) as store:
             status = HostStatus(
-                host=HostName("host-a"), agent_id="", agent_pid=1, address="", versions=read_versions()
+                host=HostName("host-a"), agent=AgentStatus(id="", pid=1, address="", versions=read_versions())
             )
             lease = await store.grant(100.0)
             await store.put(make_host_key(JOB, HostName("host-a")), msgspec.msgpack.encode(status), lease)
@@ -174,7 +174,7 @@ def test_an_agent_that_was_stopped_while_it_waited_for_its_name_resumes_waiting(
             asyncio.run(free_name(address, lease))
             pid = agent.process.pid
             wait_until(
-                "its registration", lambda: (s := read_status(address, "host-a")) and s.agent_pid == pid
+                "its registration", lambda: (s := read_status(address, "host-a")) and s.agent.pid == pid
             )
             assert agent.interrupt() == 130, agent.output()
 

@@ -94,7 +94,7 @@ def test_the_others_go_on_without_a_host_whose_gpu_failed_until_it_is_cleared(po
     pod.nvml["host-1"].report_xid(0, xid)
     report = pod.wait_training(1, after_generation=report.generation.number)
     assert report.generation is not None
-    assert [member.host for member in report.generation.members] == ["host-0"]
+    assert [member.host for member in report.generation.membership.members] == ["host-0"]
     assert [record.host for record in report.quarantine] == ["host-1"]
     wait_steps(pod, 3)
     assert [event.host for event in pod.events() if event.kind is EventKind.GPU_FAILED] == ["host-1"]

@@ -29,7 +29,7 @@ def test_a_job_on_gpus_survives_each_fault_with_equal_bits(abort: str, tmp_path:
             report = wait_protected(job, number)
             assert report.generation is not None
             number = report.generation.number
-            hosts = ["host-1", *(member.host for member in report.generation.members)]
+            hosts = ["host-1", *(member.host for member in report.generation.membership.members)]
             host = next(host for host in hosts if any(find_pids(report, part, host)))
             print(f"step {job.step()}, generation {number}: {what} ({host})", flush=True)
             job.signal(part, host, kind)

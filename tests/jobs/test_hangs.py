@@ -129,7 +129,7 @@ def test_a_drained_host_takes_no_part_until_its_quarantine_is_cleared(job: TinyJ
     assert run_command(["hosts", run, "drain", "host-2"])[0] == 0
     left = job.wait_training(HOSTS - 1, before.generation.number)
     assert left.generation is not None
-    assert left.generation.find_member(HostName("host-2")) is None
+    assert left.generation.membership.find_member(HostName("host-2")) is None
     code, listed = run_command(["hosts", run, "list"])
     assert (code, "host-2: for " in listed) == (0, True), listed
     assert run_command(["hosts", run, "clear", "host-2"]) == (0, "host-2: may take part again\n")

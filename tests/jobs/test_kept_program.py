@@ -45,7 +45,7 @@ def edit(script: Path) -> None:
 
 
 def have_snapshots(report: JobReport) -> bool:
-    members = report.generation.members if report.generation is not None else ()
+    members = report.generation.membership.members if report.generation is not None else ()
     found = {h.host for h in report.hosts if any(s.phase is SnapshotPhase.COMMITTED for s in h.snapshots)}
     return bool(members) and found >= {member.host for member in members}
 

@@ -15,7 +15,7 @@ from resilient_jax.errors import PeerUnreachable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.state.peer_transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials
@@ -167,7 +167,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
 def test_a_death_during_a_recovery_is_survived(broken: TinyJob) -> None:
     report = broken.wait_training(HOSTS)
     assert report.generation is not None
-    hosts = [member.host for member in report.generation.members]
+    hosts = [member.host for member in report.generation.membership.members]
     first, second, *_ = hosts
     broken.job.hold(FailPoint.BEFORE_CONNECT, [first])
     broken.signal(JobComponent.WORKER, first, signal.SIGKILL)
@@ -195,7 +195,7 @@ def test_the_copy_of_the_state_for_a_joining_host_is_freed_after_it_was_fetched(
     assert any(event.host == "host-1" and (event.generation or 0) > before for event in fetches)
     assert report.generation is not None
     credentials = Credentials(read_contact(broken.job.run_directory).token)
-    holders = [m.endpoint for m in report.generation.members if m.host != "host-1"]
+    holders = [m.endpoint for m in report.generation.membership.members if m.host != "host-1"]
     for holder in holders:
         assert holder is not None
         with SyncChannel(holder, credentials) as channel:
@@ -216,7 +216,7 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(brok
     for _ in range(ATTEMPTS):
         report = broken.wait_training(HOSTS)
         assert report.generation is not None
-        hosts = [member.host for member in report.generation.members]
+        hosts = [member.host for member in report.generation.membership.members]
         victim = next(host for host in hosts if host != report.leader)
         survivors = [host for host in hosts if host != victim]
         step = broken.hold(FailPoint.BEFORE_REDUCE, survivors)
@@ -234,7 +234,7 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(brok
             ),
         )
         assert report.generation is not None
-        if len(report.generation.members) == HOSTS - 1:
+        if len(report.generation.membership.members) == HOSTS - 1:
             break
         # On a busy machine a survivor gives its collective up, and all form a new world, with the victim.
         broken.job.release()

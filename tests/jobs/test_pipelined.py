@@ -121,7 +121,10 @@ def is_less_for_the_first_replica(event: Event) -> bool:
 def is_shown_slow(report: JobReport, host: str) -> bool:
     """Return whether a worker reports a host as slow, which `status` then shows."""
     found = [
-        slow.host for one in report.hosts if one.worker is not None for slow in one.worker.report.slow_hosts
+        slow.host
+        for one in report.hosts
+        if one.worker is not None
+        for slow in one.worker.report.findings.slow_hosts
     ]
     return host in found
 
@@ -196,7 +199,7 @@ def test_the_step_is_finished_without_a_coordination_service_and_a_new_world_fol
     broken.job.release()
     after = broken.wait_training(HOSTS, after_generation=before.number).generation
     assert after is not None
-    assert after.world > before.world
+    assert after.membership.world > before.membership.world
     events = [e for e in broken.job.read_events() if (e.generation or 0) > before.number]
     formed = {e.generation or 0: e.detail["change"] for e in events if e.kind is EventKind.WORLD_FORMED}
     reformed = min(number for number, change in formed.items() if change == "reform")

@@ -29,7 +29,7 @@ def test_a_killed_stage_of_two_devices_costs_no_bit(tmp_path: Path) -> None:
         job.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
         after = job.wait_training(HOSTS).generation
         assert after is not None
-        assert after.world > before.world
+        assert after.membership.world > before.membership.world
         # Both blocks and what was done of the step are kept: nobody reads a snapshot.
         kinds = {event.kind for event in job.job.read_events()}
         assert EventKind.PIPELINE_STATE_KEPT in kinds
@@ -53,7 +53,7 @@ def test_blocks_that_nobody_has_come_back_from_snapshots_and_the_step_goes_on_in
         job.job.release()
         after = job.wait_training(2, after_generation=before.number).generation
         assert after is not None
-        assert after.world > before.world
+        assert after.membership.world > before.membership.world
         events = [e for e in job.job.read_events() if (e.generation or 0) > before.number]
         assert EventKind.SNAPSHOT_RESTORED in {event.kind for event in events}
         (resumed,) = [e for e in events if (e.kind, e.host) == (EventKind.PIPELINE_STEP_RESUMED, "host-0")]

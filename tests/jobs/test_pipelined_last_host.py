@@ -8,7 +8,7 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from tests.support.pipelined_job import PipelinedJob
 
 HOSTS, STAGES = 2, 1
@@ -61,7 +61,7 @@ def list_details(events: list[Event], kind: EventKind, name: str) -> list[int]:
 def test_the_last_host_stays_in_its_world_and_the_next_one_joins_it_there(job: PipelinedJob) -> None:
     before, after, events = lose_host(job, with_service=False)
     assert list_changes(events) == [("shrink", 1), ("grow", HOSTS)]
-    assert after.world == before.world
+    assert after.membership.world == before.membership.world
     assert EventKind.WORLD_LEFT not in {event.kind for event in events}
     assert min(list_details(events, EventKind.PIPELINE_STEP_RESUMED, "kept")) > 0
 
@@ -69,7 +69,7 @@ def test_the_last_host_stays_in_its_world_and_the_next_one_joins_it_there(job: P
 def test_the_last_host_leaves_a_world_without_a_service_only_when_its_step_is_done(job: PipelinedJob) -> None:
     before, after, events = lose_host(job, with_service=True)
     assert list_changes(events)[0] == ("shrink", 1)
-    assert after.world > before.world
+    assert after.membership.world > before.membership.world
     formed = [event for event in events if event.kind is EventKind.WORLD_FORMED]
     reformed = min(e.generation or 0 for e in formed if e.detail["change"] == "reform")
     # More than one, if the leader sees only after the first that the service is gone.

@@ -78,6 +78,6 @@ def is_shown(pod: Pod) -> bool:
         slow
         for host in (report.hosts if report is not None else ())
         if host.worker is not None
-        for slow in host.worker.report.slow_hosts
+        for slow in host.worker.report.findings.slow_hosts
     ]
     return any((slow.host, slow.kind) == (SLOW, FindingKind.LINK) for slow in shown)

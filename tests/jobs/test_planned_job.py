@@ -267,7 +267,9 @@ def wait_estimated(job, generation, hosts):
         if now is None or now.number < generation or len(now.members) != hosts:
             return False
         workers = [host.worker for host in report.hosts if host.worker is not None]
-        plans = [worker.report.plans for worker in workers if worker.report.plans is not None]
+        plans = [
+            worker.report.findings.plans for worker in workers if worker.report.findings.plans is not None
+        ]
         return any(found.generation == now.number for found in plans)
 
     job.wait_report(f"estimates of generation {generation}", is_estimated, DEADLINE_S)
@@ -317,8 +319,9 @@ def test_after_a_host_has_joined_nothing_is_compiled_by_the_others(tmp_path):
             "the axes of four hosts, as the leader decided",
             lambda report: (
                 report.generation is not None
-                and len(report.generation.members) == 4
-                and report.generation.plan_axes[:1] == ((0, (("fsdp", 2), ("expert", 1), ("tensor", 1))),)
+                and len(report.generation.membership.members) == 4
+                and report.generation.shape.plan_axes[:1]
+                == ((0, (("fsdp", 2), ("expert", 1), ("tensor", 1))),)
             ),
             DEADLINE_S,
         )
@@ -344,8 +347,8 @@ def test_estimates_of_a_running_job_become_better_and_count_from_the_next_change
             "constants of all hosts, which foresee each loss with them",
             lambda report: all(
                 host.worker is not None
-                and host.worker.report.plans is not None
-                and host.worker.report.plans.fitted
+                and host.worker.report.findings.plans is not None
+                and host.worker.report.findings.plans.fitted
                 for host in report.hosts
             ),
             DEADLINE_S,
@@ -437,7 +440,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
             wait_joining(job, "host-3", DEADLINE_S)
         joined = job.wait_report(
             "four hosts",
-            lambda report: report.generation is not None and len(report.generation.members) == 4,
+            lambda report: report.generation is not None and len(report.generation.membership.members) == 4,
             DEADLINE_S,
         )
         job.failpoints.release(last.name)
@@ -450,7 +453,7 @@ def test_hosts_join_with_the_axes_of_the_job_where_others_give_back_less_than_th
     assert second.startswith("join: score")
     assert "not possible" not in first + second, "to join with the best axes was another option"
     assert joined.generation is not None
-    assert joined.generation.plan_axes == ((0, (("fsdp", 1), ("expert", 1), ("tensor", 1))),)
+    assert joined.generation.shape.plan_axes == ((0, (("fsdp", 1), ("expert", 1), ("tensor", 1))),)
     for host in stay:
         assert plans_of(job, host) == ["replica 6", "replica 8"], "one replica a device, before and after"
     assert find_programs_after("grow", events, stay) == {host: [0, 0, 0] for host in stay}
@@ -506,12 +509,15 @@ def test_a_host_that_loses_a_device_follows_a_plan_for_unequal_hosts(tmp_path):
             DEADLINE_S,
         )
         began = max(
-            host.step for host in job.wait_report("the hosts", lambda report: bool(report.hosts)).hosts
+            host.progress.step
+            for host in job.wait_report("the hosts", lambda report: bool(report.hosts)).hosts
         )
         # Twice, so that the hosts have compared their states at least once since then.
         goal = began + 2 * COMPARISON_INTERVAL_STEPS
         job.wait_report(
-            f"step {goal}", lambda report: min(host.step for host in report.hosts) >= goal, DEADLINE_S
+            f"step {goal}",
+            lambda report: min(host.progress.step for host in report.hosts) >= goal,
+            DEADLINE_S,
         )
         assert not [event for event in job.read_events() if event.kind is EventKind.STATE_DIFFERS]
         assert "planner: host-1 has 1 of the 2 devices that topology local_4x2 gives it" in job.read_output()

@@ -53,7 +53,9 @@ def test_a_host_whose_script_fails_once_trains_again(
     after = job.wait_training(HOSTS, before.generation.number)
     job.job.failpoints.release("once")
     assert after.generation is not None
-    (raised,) = [one for one in after.generation.raised if one.step > before.generation.step][-1:]
+    (raised,) = [one for one in after.generation.failures.raised if one.step > before.generation.state.step][
+        -1:
+    ]
     assert raised.host == "host-1"
     starts = [
         event.host

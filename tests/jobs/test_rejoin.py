@@ -15,7 +15,7 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import WorldChange
+from resilient_jax.protocol.generation import WorldChange
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from tests.support.full_only import full_but
 from tests.support.kills import generation_of
@@ -36,7 +36,7 @@ PLACES = {
 
 def find_follower(report: JobReport, *others: str) -> str:
     """Return a host that does not lead, and is none of the others."""
-    names = [member.host for member in generation_of(report).members]
+    names = [member.host for member in generation_of(report).membership.members]
     return next(name for name in names if name not in (report.leader, *others))
 
 
@@ -57,17 +57,20 @@ def test_a_killed_worker_is_back_in_the_same_world_and_the_others_keep_their_pro
     broken.signal(JobComponent.WORKER, victim, signal.SIGKILL)
     after = broken.wait_training(HOSTS, generation_of(before).number + 1)
     grown = generation_of(after)
-    assert (grown.change, grown.world) == (WorldChange.GROW, generation_of(before).world)
+    assert (grown.membership.change, grown.membership.world) == (
+        WorldChange.GROW,
+        generation_of(before).membership.world,
+    )
     pids = [{h.host: h.worker.pid for h in report.hosts if h.worker} for report in (before, after)]
     assert {host for host in pids[0] if pids[0][host] != pids[1][host]} == {victim}
     decided = [e for e in broken.job.read_events() if e.kind is EventKind.RECOVERY_DECIDED]
     actions = [e.detail["action"] for e in decided]
     assert RecoveryAction.SHRINK in actions, "the others went on at once"
     assert actions[-1] == RecoveryAction.JOIN
-    assert grown.decision is not None
+    assert grown.record.decision is not None
     assert (decided[-1].detail["action"], decided[-1].detail["reason"]) == (
-        grown.decision.action,
-        grown.decision.reason,
+        grown.record.decision.action,
+        grown.record.decision.reason,
     )
     rehearsed = [e for e in broken.job.read_events() if e.kind is EventKind.STEP_REHEARSED]
     assert [(e.host, e.detail["problem"]) for e in rehearsed] == [(victim, "")]
@@ -103,8 +106,8 @@ def _is_held(job: TinyJob, host: str) -> bool:
 
 def _is_in_new_world(job: TinyJob, host: str, before: int) -> bool:
     generation = generation_of(job.read_report())
-    is_new = generation.number > before and generation.change is WorldChange.REFORM
-    return is_new and host in {member.host for member in generation.members}
+    is_new = generation.number > before and generation.membership.change is WorldChange.REFORM
+    return is_new and host in {member.host for member in generation.membership.members}
 
 
 def is_in_make_test_jobs(case: tuple[str, str]) -> bool:
@@ -132,7 +135,7 @@ def test_a_world_without_seats_is_formed_anew(tmp_path_factory: pytest.TempPathF
         for change in (WorldChange.GROW, WorldChange.REFORM):
             before = generation_of(tiny.wait_training(3)).number
             tiny.signal(JobComponent.WORKER, find_follower(tiny.read_report()), signal.SIGKILL)
-            assert generation_of(tiny.wait_training(3, before + 1)).change is change
+            assert generation_of(tiny.wait_training(3, before + 1)).membership.change is change
         tiny.finish()
         check_all_met(tiny.job.read_events())
 

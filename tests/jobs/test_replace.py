@@ -11,8 +11,8 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
-from resilient_jax.protocol.records import WorkerState
 from resilient_jax.protocol.snapshots import SnapshotPhase
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.sharded_job import ShardedJob
 from tests.support.tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, protect
 

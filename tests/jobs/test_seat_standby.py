@@ -13,7 +13,8 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation, StandbyStatus, WorldChange
+from resilient_jax.protocol.generation import Generation, WorldChange
+from resilient_jax.protocol.host_status import StandbyStatus
 from resilient_jax.worker.unwinding_delay import UNWINDING_GRACE_S
 from tests.support.kills import generation_of
 from tests.support.sharded_job import ShardedJob
@@ -34,7 +35,7 @@ def wait_seated(tiny: TinyJob, *hosts: str) -> dict[str, StandbyStatus]:
             for status in report.hosts
             if status.standby is not None
             and status.standby.worker is not None
-            and status.standby.worker.report.world == generation_of(report).world
+            and status.standby.worker.report.place.world == generation_of(report).membership.world
         }
 
     tiny.wait_training(HOSTS)
@@ -57,9 +58,9 @@ def test_where_all_workers_are_replaced_the_standbys_that_are_left_go_on_in_the_
         tiny.signal(JobComponent.HOST, victim, signal.SIGKILL)
         after = tiny.wait_training(HOSTS - 1, generation_of(before).number)
         assert list_formed(tiny, generation_of(before))[0] == (HOSTS - 1, WorldChange.GROW)
-        assert generation_of(after).world == generation_of(before).world
+        assert generation_of(after).membership.world == generation_of(before).membership.world
         pids = read_pids(after)
-        members = [member.host for member in generation_of(after).members]
+        members = [member.host for member in generation_of(after).membership.members]
         assert {host: pids[host] for host in members} == {host: standbys[host].pid for host in members}
         tiny.finish(more_steps=5)
 
@@ -155,7 +156,7 @@ def test_the_generation_after_a_death_has_all_hosts_with_the_standby_in_place(
             break
         before, standby, after = kill_worker(place, victim, shared)
     assert list_formed(shared, generation_of(before)) == [(HOSTS, WorldChange.GROW)]
-    assert generation_of(after).world == generation_of(before).world
+    assert generation_of(after).membership.world == generation_of(before).membership.world
     assert read_pids(after) == read_pids(before) | {victim: standby.pid}
     assert os.sched_getscheduler(standby.pid) == os.SCHED_OTHER
 
@@ -171,7 +172,7 @@ def test_a_worker_whose_standby_is_gone_leaves_its_place_to_the_spare_and_spares
     shared.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
     after = generation_of(shared.wait_training(HOSTS, before.number))
     assert list_formed(shared, before) == [(HOSTS, WorldChange.GROW)]
-    assert {member.host for member in after.members} == {"host-0", "host-1", SPARE}
+    assert {member.host for member in after.membership.members} == {"host-0", "host-1", SPARE}
     shared.wait_report("its worker in a seat", lambda now: is_ready(now, "host-2"))
     wait_seated(shared, SPARE)
 
@@ -179,4 +180,4 @@ def test_a_worker_whose_standby_is_gone_leaves_its_place_to_the_spare_and_spares
 def is_ready(report: JobReport, host: str) -> bool:
     """Return whether the worker of this host has taken a seat of the world."""
     workers = [status.worker for status in report.hosts if status.host == host and status.worker]
-    return any(worker.report.world == generation_of(report).world for worker in workers)
+    return any(worker.report.place.world == generation_of(report).membership.world for worker in workers)

@@ -66,7 +66,7 @@ def trains_on_all(report: JobReport) -> bool:
 
 def list_members(report: JobReport) -> list[str]:
     assert report.generation is not None
-    return [member.host for member in report.generation.members]
+    return [member.host for member in report.generation.membership.members]
 
 
 def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         assert f"{SLOW} is slow (" in str(decided.detail["reason"])
         assert sorted(list_members(after)) == ["host-0", "host-2", SPARE]
         assert after.generation is not None
-        assert after.generation.step == after.generation.boundary_step, "no step was aborted"
+        assert after.generation.state.step == after.generation.planned.boundary_step, "no step was aborted"
         quarantined = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_QUARANTINED]
         assert [e.detail["quarantined"] for e in quarantined] == [SLOW]
         tiny.finish()
@@ -172,7 +172,7 @@ def test_a_slow_stage_loses_layers(tmp_path: Path) -> None:
             lift()
         assert f"{SLOW} is slow (" in str(decided.detail["reason"])
         assert after.generation is not None
-        assert [host for host, _ in after.generation.slowness.speeds] == [SLOW]
+        assert [host for host, _ in after.generation.record.slowness.speeds] == [SLOW]
         formed = [
             e for e in job.job.read_events() if e.kind is EventKind.PIPELINE_FORMED and e.host == "host-0"
         ]

@@ -10,7 +10,7 @@ import pytest
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPointOrder
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.jobs.launched import make_environment
 from tests.support.full_only import full_but
 from tests.support.paths import SCRIPTS
@@ -48,7 +48,7 @@ def test_a_host_lost_at_any_phase_of_a_snapshot_is_restored_from_parity(tmp_path
         for place in (*WORKER_PLACES, *SERVER_PLACES):
             report = job.read_report()
             assert report.generation is not None
-            hosts = [m.host for m in report.generation.members]
+            hosts = [m.host for m in report.generation.membership.members]
             victim = hosts[0] if place is FailPoint.BEFORE_COMMITTED else hosts[-1]
             job.hold(place, [victim])
             lose(job, JobComponent.HOST, [victim], everybody=4)
@@ -95,7 +95,7 @@ def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp
             "two hosts",
             lambda now: (
                 now.generation is not None
-                and len(now.generation.members) == 2
+                and len(now.generation.membership.members) == 2
                 and now.generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE)
             ),
             RECOVERY_S,

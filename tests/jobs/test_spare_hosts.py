@@ -11,7 +11,8 @@ import pytest
 from resilient_jax.cli.status import describe_spare
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import WorkerState, WorldChange
+from resilient_jax.protocol.generation import WorldChange
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.agents import run_command
 from tests.support.kills import generation_of
 from tests.support.patience import wait_until
@@ -27,10 +28,13 @@ WATCHED_STEPS = 30
 def is_ready(report: JobReport, host: str) -> bool:
     """Return whether a host that is no member waits with a seat of the world."""
     generation = generation_of(report)
-    if any(member.host == host for member in generation.members):
+    if any(member.host == host for member in generation.membership.members):
         return False
     workers = [status.worker for status in report.hosts if status.host == host and status.worker]
-    return any(w.report.state is WorkerState.IDLE and w.report.world == generation.world for w in workers)
+    return any(
+        w.report.state is WorkerState.IDLE and w.report.place.world == generation.membership.world
+        for w in workers
+    )
 
 
 PICKY = """
@@ -74,13 +78,19 @@ def test_a_spare_takes_the_place_of_a_lost_host_which_waits_when_it_is_back(tmp_
         said = describe_spare(spare, generation_of(before))
         assert said.startswith("spare, ready, ")
         assert said.endswith(" MiB: no part of the state")
-        members = [member.host for member in generation_of(before).members]
+        members = [member.host for member in generation_of(before).membership.members]
         victim = next(host for host in members if host != before.leader)
         tiny.signal(JobComponent.HOST, victim, signal.SIGKILL)
 
         after = generation_of(tiny.wait_training(HOSTS, generation_of(before).number))
-        assert [m.host for m in after.members] == [*(host for host in members if host != victim), SPARE]
-        assert (after.change, after.world) == (WorldChange.GROW, generation_of(before).world)
+        assert [m.host for m in after.membership.members] == [
+            *(host for host in members if host != victim),
+            SPARE,
+        ]
+        assert (after.membership.change, after.membership.world) == (
+            WorldChange.GROW,
+            generation_of(before).membership.world,
+        )
         sizes = {e.detail["hosts"] for e in tiny.job.read_events() if e.detail.get("phase") == "active"}
         assert sizes == {HOSTS}, "a step was done by fewer hosts"
         (used,) = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_SPARE_USED]
@@ -95,9 +105,9 @@ def test_a_spare_takes_the_place_of_a_lost_host_which_waits_when_it_is_back(tmp_
         assert leader is not None
         tiny.signal(JobComponent.COORDINATION_SERVICE, leader, signal.SIGKILL)
         reformed = generation_of(tiny.wait_training(HOSTS, after.number))
-        assert (reformed.change, {m.host for m in reformed.members}) == (
+        assert (reformed.membership.change, {m.host for m in reformed.membership.members}) == (
             WorldChange.REFORM,
-            {m.host for m in after.members},
+            {m.host for m in after.membership.members},
         )
         tiny.wait_report("a seat of the new world taken", lambda report: is_ready(report, victim))
         problems = {e.detail["problem"] for e in tiny.job.read_events() if e.kind is EventKind.STEP_REHEARSED}
@@ -112,7 +122,10 @@ def test_a_worker_that_died_waits_even_without_a_seat_and_that_is_said(tmp_path:
         report = tiny.wait_report("a spare that is ready", lambda report: is_ready(report, "host-2"))
         tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         grown = generation_of(tiny.wait_training(2, generation_of(report).number))
-        assert (grown.change, [m.host for m in grown.members]) == (WorldChange.GROW, ["host-0", "host-2"])
+        assert (grown.membership.change, [m.host for m in grown.membership.members]) == (
+            WorldChange.GROW,
+            ["host-0", "host-2"],
+        )
         said = "host-1: found no seat for this spare, expected one of the 3 of this world to be free"
         wait_until("that it has no seat", lambda: said in tiny.job.read_output(), RECOVERY_S)
         (unseated,) = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_SPARE_UNSEATED]
@@ -120,7 +133,7 @@ def test_a_worker_that_died_waits_even_without_a_seat_and_that_is_said(tmp_path:
         assert generation_of(tiny.read_report()).number == grown.number
         tiny.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
         reformed = generation_of(tiny.wait_training(2, grown.number))
-        assert {m.host for m in reformed.members} == {"host-0", "host-1"}
+        assert {m.host for m in reformed.membership.members} == {"host-0", "host-1"}
         tiny.finish()
 
 
@@ -134,7 +147,7 @@ def test_a_spare_has_the_blocks_of_a_stage_before_it_takes_the_place_of_its_host
         assert run_command(["hosts", run, "drain", "host-1"])[0] == 0
         after = job.wait_training(2, generation_of(before).number).generation
         assert after is not None
-        assert sorted(member.host for member in after.members) == ["host-0", "host-2"]
+        assert sorted(member.host for member in after.membership.members) == ["host-0", "host-2"]
         kept = {
             e.host: (int(e.detail["copied"]) > 0, int(e.detail["received"]))
             for e in job.job.read_events()

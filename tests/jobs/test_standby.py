@@ -9,7 +9,8 @@ import pytest
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import HostStatus, StandbyStatus, WorkerState
+from resilient_jax.protocol.host_status import HostStatus, StandbyStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.patience import wait_until
 from tests.support.process_ends import is_gone
 from tests.support.tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
@@ -80,7 +81,7 @@ def test_a_second_death_before_the_next_standby_is_ready_costs_an_ordinary_start
     promotions = len(list_events(shared, EventKind.WORKER_PROMOTED, VICTIM))
     before = shared.wait_training(HOSTS).generation
     assert before is not None
-    assert before.losses_left == 1
+    assert before.record.losses_left == 1
     shared.signal(JobComponent.WORKER, VICTIM, signal.SIGKILL)
     wait_until("an ordinary start", lambda: find_starting_pid(shared, VICTIM) not in (waiting.pid, None))
     pid = find_starting_pid(shared, VICTIM)

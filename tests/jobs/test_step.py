@@ -41,7 +41,7 @@ PLACES = (
 
 def members(report: JobReport) -> list[HostName]:
     assert report.generation is not None
-    return [member.host for member in report.generation.members]
+    return [member.host for member in report.generation.membership.members]
 
 
 def number_of(report: JobReport) -> GenerationNumber:
@@ -112,7 +112,7 @@ def last_index(tiny: TinyJob, host: HostName, hosts_of_replica: int) -> int:
     report = tiny.wait_training(HOSTS)
     assert report.generation is not None
     hosts, begun = members(report), newest_step(report)
-    seats = [member.seat for member in report.generation.members]
+    seats = [member.seat for member in report.generation.membership.members]
     replicas = locate_replicas(seats, ReplicaShape(hosts=hosts_of_replica), [1] * len(seats))
     index_of_host = hosts.index(host)
     first = next(found.host_indexes[0] for found in replicas if index_of_host in found.host_indexes)
@@ -174,7 +174,7 @@ def test_of_two_hosts_the_one_that_is_left_goes_on_in_place_and_the_other_joins_
         assert after.generation is not None
         changes = list_changes(tiny)
         assert set(changes) == {"shrink", "grow"}, changes
-        assert after.generation.world == report.generation.world
+        assert after.generation.membership.world == report.generation.membership.world
         rehearsed = [e for e in tiny.job.read_events() if e.kind is EventKind.STEP_REHEARSED]
         assert [(e.host, e.detail["problem"]) for e in rehearsed] == [(victim, "")]
         tiny.finish()

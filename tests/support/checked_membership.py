@@ -5,8 +5,6 @@ And what it decides at a change of members, against what another leader would.
 
 import dataclasses
 
-import msgspec
-
 from resilient_jax.membership.commands import MembershipCommand
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
@@ -21,6 +19,7 @@ from resilient_jax.membership.machine import (
     apply_progress,
 )
 from resilient_jax.membership.rules import decide
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import WAITING_ACTIONS
 
 
@@ -46,19 +45,19 @@ class CheckedMachine(MembershipMachine):
         What this leader has measured just now counts from its next transition on, which may be one of the same event.
         So the other one begins with the history that is recorded before the event, or after it.
         """
-        slowness = before.generation.slowness.decision, self.state.generation.slowness.decision
+        slowness = before.generation.record.slowness.decision, self.state.generation.record.slowness.decision
         if slowness[0] != slowness[1]:
             self._check_choice_about_slow_hosts(before, event, now)
-        recorded, decision = before.generation.decision, self.state.generation.decision
+        recorded, decision = before.generation.record.decision, self.state.generation.record.decision
         if decision == recorded or (recorded is not None and recorded.action in WAITING_ACTIONS):
             return  # none; or the end of a wait, whose time begins anew with a term
         assert decision is not None
         others = []
-        for history in (before.generation.history, self.state.generation.history):
-            generation = msgspec.structs.replace(before.generation, history=history)
+        for history in (before.generation.record.history, self.state.generation.record.history):
+            generation = change_fields(before.generation, history=history)
             memory = LeaderMemory(observed_until_s=now, decided_s=now)
             successor = dataclasses.replace(before, generation=generation, memory=memory)
-            other = handle_plainly(successor, event, now, self._config)[0].generation.decision
+            other = handle_plainly(successor, event, now, self._config)[0].generation.record.decision
             assert other is not None
             others.append((other.action, other.joining, other.awaited))
         assert (decision.action, decision.joining, decision.awaited) in others
@@ -67,13 +66,13 @@ class CheckedMachine(MembershipMachine):
         self, before: MembershipState, event: MembershipEvent, now: float
     ) -> None:
         """Check the same of a decision about slow hosts, which follows from reports and the generation alone."""
-        decision, others = self.state.generation.slowness.decision, []
+        decision, others = self.state.generation.record.slowness.decision, []
         assert decision is not None
-        for history in (before.generation.history, self.state.generation.history):
-            generation = msgspec.structs.replace(before.generation, history=history)
+        for history in (before.generation.record.history, self.state.generation.record.history):
+            generation = change_fields(before.generation, history=history)
             memory = LeaderMemory(observed_until_s=now, decided_s=now)
             successor = dataclasses.replace(before, generation=generation, memory=memory)
-            other = handle_plainly(successor, event, now, self._config)[0].generation.slowness.decision
+            other = handle_plainly(successor, event, now, self._config)[0].generation.record.slowness.decision
             others.append(None if other is None else (other.action, other.number, other.slow))
         assert (decision.action, decision.number, decision.slow) in others
 

@@ -7,7 +7,7 @@ from typing import Final
 from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation
+from resilient_jax.protocol.generation import Generation
 from tests.support.tiny_job import RECOVERY_S, TinyJob
 
 Victims = list[tuple[JobComponent, str]]
@@ -24,11 +24,11 @@ def generation_of(report: JobReport) -> Generation:
 
 def followers(report: JobReport) -> list[HostName]:
     """Return the hosts that do not lead, in order of process index."""
-    return [m.host for m in generation_of(report).members if m.host != report.leader]
+    return [m.host for m in generation_of(report).membership.members if m.host != report.leader]
 
 
 def worker_0(report: JobReport) -> Victims:
-    return [(JobComponent.WORKER, generation_of(report).members[0].host)]
+    return [(JobComponent.WORKER, generation_of(report).membership.members[0].host)]
 
 
 def another_worker(report: JobReport) -> Victims:
@@ -76,7 +76,7 @@ def break_and_recover(
     """Send a signal to the victims while the job is at a place, and wait until all hosts train again."""
     report = tiny.wait_training(tiny.hosts)
     victims = choose(report)
-    everybody = [m.host for m in generation_of(report).members]
+    everybody = [m.host for m in generation_of(report).membership.members]
     broken = {report.leader if host == LEADER else host for _, host in victims}
     others = [host for host in everybody if host not in broken]
     match place:
@@ -101,7 +101,8 @@ def break_and_recover(
     tiny.wait_report(
         f"a new generation and steps after {number.name} to {victims} {place}",
         lambda now: (
-            generation_of(now).number > before and max((h.step for h in now.hosts), default=0) > step + 4
+            generation_of(now).number > before
+            and max((h.progress.step for h in now.hosts), default=0) > step + 4
         ),
     )
     tiny.wake_all()

@@ -17,17 +17,15 @@ from resilient_jax.membership.job_history import add_time
 from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, Tick
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import Generation, GenerationPhase, SeatId
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
     CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
     HostStatus,
-    SeatId,
-    WorkerReport,
-    WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.reachability import ReachReport
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import TimedChange
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
@@ -37,6 +35,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotStatus,
 )
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 from tests.support.checked_membership import CheckedMachine
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
@@ -81,7 +80,7 @@ class Job:
 
     @property
     def members(self) -> list[str]:
-        return [m.host for m in self.generation.members]
+        return [m.host for m in self.generation.membership.members]
 
     @property
     def phases(self) -> list[tuple[int, GenerationPhase]]:
@@ -127,12 +126,14 @@ class Job:
     def status(self, name: str) -> HostStatus:
         worker = WorkerStatus(incarnation=Incarnation(1), pid=1)
         new = HostStatus(
-            host=HostName(name), agent_id=name, agent_pid=1, address=name, versions=VERSIONS, worker=worker
+            host=HostName(name),
+            agent=AgentStatus(id=name, pid=1, address=name, versions=VERSIONS),
+            worker=worker,
         )
         return self.state.hosts.get(HostName(name), new)
 
     def change(self, name: str, **changes) -> None:
-        self.give(HostChanged(msgspec.structs.replace(self.status(name), **changes)))
+        self.give(HostChanged(change_fields(self.status(name), **changes)))
 
     def worker_of(self, name: str) -> WorkerStatus:
         worker = self.status(name).worker
@@ -143,15 +144,15 @@ class Job:
         self.change(name, worker=msgspec.structs.replace(self.worker_of(name), **changes))
 
     def report(self, name: str, **changes) -> None:
-        self.worker(name, report=msgspec.structs.replace(self.worker_of(name).report, **changes))
+        self.worker(name, report=change_fields(self.worker_of(name).report, **changes))
 
     def spare(self, name: str) -> None:
         """Have a host appear that was started as a spare, and its worker be ready; it is no member yet."""
-        new = msgspec.structs.replace(self.status(name), is_spare=True)
+        new = change_fields(self.status(name), is_spare=True)
         assert new.worker is not None
         worker = msgspec.structs.replace(new.worker, report=WorkerReport(state=WorkerState.IDLE))
-        self.give(HostChanged(msgspec.structs.replace(new, worker=worker)))
-        if self.generation.find_newcomer(HostName(name), worker.incarnation) is not None:
+        self.give(HostChanged(change_fields(new, worker=worker)))
+        if self.generation.membership.find_newcomer(HostName(name), worker.incarnation) is not None:
             self.take_seat(name)
 
     def take_seat(self, name: str) -> None:
@@ -188,19 +189,19 @@ class Job:
                 failure=None,
                 trusted_step=None,
                 entered=self.generation.number,
-                world=self.generation.world,
+                world=self.generation.membership.world,
                 seat=self.find_seat(name),
-                step=self.generation.step,
+                step=self.generation.state.step,
             )
 
     def find_seat(self, name: str) -> SeatId:
         """Return the seat of a member or newcomer."""
         host = HostName(name)
-        member = self.generation.find_member(host) or self.generation.find_newcomer(
+        member = self.generation.membership.find_member(host) or self.generation.membership.find_newcomer(
             host, self.worker_of(name).incarnation
         )
         assert member is not None
-        return SeatId(self.generation.world, member.seat)
+        return SeatId(self.generation.membership.world, member.seat)
 
     def train(self, step: int) -> None:
         for name in self.members:
@@ -237,10 +238,10 @@ def training(*names: str, step: int = 5, **config) -> Job:
 def know(job: Job, **seconds: float) -> None:
     """Have the job know the times of changes, as a leader that has measured them."""
     memory = job.state.memory
-    history = memory.unwritten or job.generation.history
+    history = memory.unwritten or job.generation.record.history
     for change, value in seconds.items():
         history = add_time(history, TimedChange(change), value)
-    generation = msgspec.structs.replace(job.generation, history=history)
+    generation = change_fields(job.generation, history=history)
     if memory.unwritten is not None:
         memory = dataclasses.replace(memory, unwritten=history)
     job.state = dataclasses.replace(job.state, generation=generation, memory=memory)
@@ -258,7 +259,7 @@ def stop_at_boundary(job: Job, step: int) -> None:
     for name in job.members:
         job.report(name, generation=job.generation.number, earliest_stop_step=step)
     assert job.phase is GenerationPhase.BOUNDARY
-    assert job.generation.boundary_step == step
+    assert job.generation.planned.boundary_step == step
     for name in job.members:
         job.report(name, state=WorkerState.IDLE, step=step, earliest_stop_step=step, has_formed=False)
 

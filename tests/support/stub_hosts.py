@@ -6,17 +6,14 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
     CoordinationServiceStatus,
-    Generation,
-    GenerationPhase,
     HostStatus,
-    Member,
-    SeatId,
-    WorkerReport,
-    WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
     SnapshotId,
@@ -25,6 +22,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotStatus,
 )
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 
 VERSIONS: Final = Versions(python="3.11.7", resilient_jax="0.1.0", jax="0.9.0", jaxlib="0.9.0")
 GROUP_HOSTS: Final = 8
@@ -43,11 +41,9 @@ def make_idle_status(index: int, port: int = 0) -> HostStatus:
     report = WorkerReport(state=WorkerState.IDLE, endpoint=f"127.0.0.1:{40_000 + index}")
     return HostStatus(
         host=host,
-        agent_id=f"{index:032x}",
-        agent_pid=1000 + index,
-        address="127.0.0.1",
-        port=port,
-        versions=VERSIONS,
+        agent=AgentStatus(
+            id=f"{index:032x}", pid=1000 + index, address="127.0.0.1", port=port, versions=VERSIONS
+        ),
         worker=WorkerStatus(incarnation=Incarnation(1), pid=2000 + index, report=report),
         snapshot_server=SnapshotServerStatus(endpoint=f"127.0.0.1:{50_000 + index}", pid=3000 + index),
         program="0" * 16,
@@ -58,21 +54,21 @@ def change_report(status: HostStatus, **changes: object) -> HostStatus:
     """Return the status with these fields of the worker's report changed."""
     worker = status.worker
     assert worker is not None, "every stub host has a worker"
-    report = msgspec.structs.replace(worker.report, **changes)
-    return msgspec.structs.replace(status, worker=msgspec.structs.replace(worker, report=report))
+    report = change_fields(worker.report, **changes)
+    return change_fields(status, worker=msgspec.structs.replace(worker, report=report))
 
 
 def answer_generation(status: HostStatus, generation: Generation) -> HostStatus:
     """Return the status of a host whose worker has done what this generation asks for; the same if it is nothing."""
-    status = msgspec.structs.replace(status, generation=generation.number)
-    member, number = generation.find_member(status.host), generation.number
+    status = change_fields(status, generation=generation.number)
+    member, number = generation.membership.find_member(status.host), generation.number
     if member is None:
         return status
     match generation.phase:
         case GenerationPhase.QUIESCE:
             return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
         case GenerationPhase.PAUSE:
-            return change_report(status, generation=number, earliest_stop_step=status.step)
+            return change_report(status, generation=number, earliest_stop_step=status.progress.step)
         case GenerationPhase.BOUNDARY:
             return change_report(status, state=WorkerState.IDLE, generation=number, has_formed=False)
         case GenerationPhase.FORM:
@@ -90,18 +86,18 @@ def _form(status: HostStatus, generation: Generation, member: Member) -> HostSta
         generation=generation.number,
         has_formed=True,
         has_finished_step=False,
-        world=generation.world,
-        seat=SeatId(generation.world, member.seat),
-        step=generation.step,
+        world=generation.membership.world,
+        seat=SeatId(generation.membership.world, member.seat),
+        step=generation.state.step,
     )
 
 
 def _finish_first_step(status: HostStatus, generation: Generation) -> HostStatus:
-    if status.worker is not None and status.worker.report.has_finished_step:
+    if status.worker is not None and status.worker.report.place.has_finished_step:
         return status
-    step = max(status.step, generation.step) + 1
+    step = max(status.progress.step, generation.state.step) + 1
     status = change_report(status, has_finished_step=True, holds_state=True, step=step)
-    return msgspec.structs.replace(status, step=step)
+    return change_fields(status, step=step)
 
 
 def serve_world(status: HostStatus, asked: StartCoordinationService) -> HostStatus:
@@ -113,7 +109,7 @@ def serve_world(status: HostStatus, asked: StartCoordinationService) -> HostStat
         address=f"127.0.0.1:{60_000 + asked.world}",
         pid=1,
     )
-    return msgspec.structs.replace(status, services=(*status.services, service))
+    return change_fields(status, services=(*status.services, service))
 
 
 def make_snapshot(index: int, num_hosts: int, step: int, generation: int) -> SnapshotStatus:

@@ -19,7 +19,8 @@ import numpy as np
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
-from resilient_jax.protocol.records import GenerationPhase, StandbyState, StandbyStatus
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus
 from tests.support.paths import SCRIPTS
 from tests.support.patience import Deadline, patience, slowness, wait_until
 from tests.support.patient_job import PatientJob
@@ -270,11 +271,11 @@ def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> boo
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
-    if generation.number <= after_generation or len(generation.members) != hosts:
+    if generation.number <= after_generation or len(generation.membership.members) != hosts:
         return False
     by_host = {status.host: status for status in report.hosts}
-    workers = [by_host[m.host].worker for m in generation.members if m.host in by_host]
-    return len(workers) == hosts and all(w is not None and w.report.has_finished_step for w in workers)
+    workers = [by_host[m.host].worker for m in generation.membership.members if m.host in by_host]
+    return len(workers) == hosts and all(w is not None and w.report.place.has_finished_step for w in workers)
 
 
 def read_logs(work: Path) -> dict[str, list[dict]]:

@@ -23,7 +23,8 @@ from resilient_jax.local_job.recovery import (
     wait_training,
 )
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall
 
@@ -69,14 +70,14 @@ class ProgressPrinter:
 
     def show(self, report: JobReport) -> None:
         """Print a line, unless the previous line is too recent."""
-        newest = max(report.hosts, key=lambda host: host.step, default=None)
+        newest = max(report.hosts, key=lambda host: host.progress.step, default=None)
         is_recent = time.monotonic() - self._printed_s < self._interval_s
         if newest is None or report.generation is None or is_recent:
             return
         self._printed_s = time.monotonic()
-        loss = f", loss {newest.metrics['loss']:.4f}" if "loss" in newest.metrics else ""
+        loss = f", loss {newest.progress.metrics['loss']:.4f}" if "loss" in newest.progress.metrics else ""
         self._console.print(
-            f"  step {newest.step}/{self._steps}{loss}, generation {report.generation.number} "
+            f"  step {newest.progress.step}/{self._steps}{loss}, generation {report.generation.number} "
             f"({report.generation.phase}), {describe_members(report.generation)}",
             end="\r" if self._console.is_terminal else "\n",
             style="cyan",
@@ -289,7 +290,7 @@ def _measure_recovery(
 def _followers(report: JobReport) -> list[HostName]:
     """Return the members that do not lead."""
     assert report.generation is not None, "waited for"
-    return [member.host for member in report.generation.members if member.host != report.leader]
+    return [member.host for member in report.generation.membership.members if member.host != report.leader]
 
 
 def _is_protected(report: JobReport) -> bool:

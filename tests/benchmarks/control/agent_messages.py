@@ -2,7 +2,7 @@
 
 import msgspec
 
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 
 
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -20,7 +20,9 @@ from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.job_start import FIRST_GENERATION, make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, MembershipEvent
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from tests.support.stub_hosts import (
     answer_generation,
     change_report,
@@ -171,9 +173,9 @@ def _make_round(job: _TimedJob, num_hosts: int, number: int) -> dict[str, list[M
     step, generation = number + 2, job.generation.number
     found: dict[str, list[MembershipEvent]] = {"step": [], "snapshot": [], "report": []}
     for index, status in enumerate(list(job.hosts.values())):
-        found["step"].append(HostProgressed(status.host, status.agent_id, step))
+        found["step"].append(HostProgressed(status.host, status.agent.id, step))
         taken = make_snapshot(index, num_hosts, step, generation)
-        with_snapshot = msgspec.structs.replace(status, step=step, snapshots=(taken,))
+        with_snapshot = change_fields(status, step=step, snapshots=(taken,))
         found["snapshot"].append(job.change(with_snapshot))
         found["report"].append(job.change(change_report(with_snapshot, step=step)))
     return found

@@ -9,7 +9,7 @@ from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.local_job.local_job import LocalJob
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.benchmarks.control.figures import PartResult, Samples
 from tests.benchmarks.paths import JOBS
 from tests.benchmarks.runs import run_job
@@ -69,6 +69,6 @@ def _wait_active(job: LocalJob, num_members: int) -> Event:
 def _wait_first_step(job: LocalJob, num_hosts: int) -> None:
     job.wait_report(
         "the first step",
-        lambda now: len(now.hosts) == num_hosts and all(host.step > 0 for host in now.hosts),
+        lambda now: len(now.hosts) == num_hosts and all(host.progress.step > 0 for host in now.hosts),
         AGENTS_LIMIT_S,
     )

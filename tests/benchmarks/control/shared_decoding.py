@@ -5,14 +5,17 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Final, TypeVar
 from unittest import mock
 
+import msgspec
+
 from resilient_jax.cluster import generation_follower
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_change import GenerationChange
-from resilient_jax.protocol.records import Generation
 from resilient_jax.store.interface import KeyValue
 
 MAX_KEPT: Final = 64
 
 ResultT = TypeVar("ResultT")
+RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
 
 class _Memory:
@@ -34,24 +37,18 @@ class _Memory:
 def share_decoding() -> Iterator[None]:
     """Have all readers of generations in this process share what one has decoded."""
     memory = _Memory()
-    decode_generation = generation_follower.decode_generation
-    decode_change, apply_change = generation_follower.decode_change, generation_follower.apply_change
+    decode_record, apply_change = generation_follower.decode_record, generation_follower.apply_change
 
-    def decode_generation_once(record: KeyValue) -> Generation:
-        key = (record.key, record.mod_revision)
-        return memory.find_or_make(key, record, lambda: decode_generation(record))
-
-    def decode_change_once(record: KeyValue) -> GenerationChange:
-        key = (record.key, record.mod_revision)
-        return memory.find_or_make(key, record, lambda: decode_change(record))
+    def decode_once(record: KeyValue, record_type: type[RecordT]) -> RecordT:
+        key = (record.key, record.mod_revision, record_type)
+        return memory.find_or_make(key, record, lambda: decode_record(record, record_type))
 
     def apply_change_once(known: Generation | None, change: GenerationChange) -> Generation | None:
         key = (id(known), id(change))
         return memory.find_or_make(key, (known, change), lambda: apply_change(known, change))
 
     with (
-        mock.patch.object(generation_follower, "decode_generation", decode_generation_once),
-        mock.patch.object(generation_follower, "decode_change", decode_change_once),
+        mock.patch.object(generation_follower, "decode_record", decode_once),
         mock.patch.object(generation_follower, "apply_change", apply_change_once),
     ):
         yield

@@ -9,8 +9,6 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Final, cast
 
-import msgspec
-
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster import progress_relay
 from resilient_jax.cluster.agent_context import AgentContext
@@ -28,7 +26,10 @@ from resilient_jax.errors import PeerError
 from resilient_jax.ids import JobName, Revision, WorldId
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.interface import KeyValue, PutEvent, Store, WatchEvent
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
@@ -106,7 +107,7 @@ class SimulatedAgent:
         if self._listens:
             await self._server.start()
             port = parse_address(self._server.address)[1]
-            self._status = msgspec.structs.replace(self._status, port=port)
+            self._status = change_fields(self._status, port=port)
         while True:
             try:
                 await self._session.open()
@@ -167,7 +168,10 @@ class SimulatedAgent:
         """Return how far the host is."""
         status = self._status
         return HostProgress(
-            host=status.host, agent_id=status.agent_id, sequence=self.step, step=max(self.step, status.step)
+            host=status.host,
+            agent_id=status.agent.id,
+            sequence=self.step,
+            progress=TrainingProgress(step=max(self.step, status.progress.step)),
         )
 
 
@@ -270,7 +274,7 @@ def _make_context(index: int, num_hosts: int, store: Store) -> AgentContext:
         clock=SystemClock(),
         log=EventLog(None, host),
         print_line=lambda line: None,
-        agent_id=make_idle_status(index).agent_id,
+        agent_id=make_idle_status(index).agent.id,
     )
 
 

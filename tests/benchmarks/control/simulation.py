@@ -12,7 +12,7 @@ import psutil
 
 from resilient_jax.cluster.progress_tree import FANOUT
 from resilient_jax.errors import InternalError
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.benchmarks.control.agent_messages import (
     AgentsMessage,
     AgentsOrder,

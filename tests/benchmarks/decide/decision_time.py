@@ -8,7 +8,9 @@ from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.recovery_decision import decide_admission, decide_after_loss
 from resilient_jax.membership.world_formation import find_state_origin
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member, WorkerState
+from resilient_jax.protocol.generation import Generation, GenerationPhase, LeaderNotes, Member, Membership
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.stub_hosts import change_report, make_idle_status
 
 DECISION_HOSTS: Final = 4096
@@ -42,14 +44,15 @@ def _make_state(
     generation = Generation(
         number=GenerationNumber(2),
         phase=phase,
-        world=WorldId(1),
-        members=tuple(
-            Member(host=status.host, incarnation=status.worker.incarnation, seat=Seat(seat))
-            for seat, status in enumerate(members)
-            if status.worker is not None
+        membership=Membership(
+            world=WorldId(1),
+            members=tuple(
+                Member(host=status.host, incarnation=status.worker.incarnation, seat=Seat(seat))
+                for seat, status in enumerate(members)
+                if status.worker is not None
+            ),
         ),
-        progress=9,
-        losses_left=len(members) - 1,
+        record=LeaderNotes(progress=9, losses_left=len(members) - 1),
     )
     hosts = {status.host: status for status in statuses}
     return MembershipState(generation=generation, hosts=hosts, phase_since_s=0.0)

@@ -19,8 +19,9 @@ import msgspec
 
 from resilient_jax.cluster.progress_messages import REPORT, SERVICE, ProgressReports
 from resilient_jax.cluster.progress_tree import FANOUT
-from resilient_jax.cluster.stored_records import decode_host_status
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.cluster.stored_records import decode_record
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store import etcd_connection
 from resilient_jax.store.interface import Store
@@ -108,7 +109,7 @@ class AgentsProcess:
         while True:
             await asyncio.sleep(STEP_S)
             for agent in self._agents.values():
-                agent.step = max(agent.step, agent.status.step) + 1
+                agent.step = max(agent.step, agent.status.progress.step) + 1
             shares = [silent[number :: len(channels)] for number in range(min(len(channels), len(silent)))]
             await asyncio.gather(*map(self._report, channels, shares))
 
@@ -116,8 +117,8 @@ class AgentsProcess:
         """Return channels to the agents that collect the reports of others."""
         _, records = await self._stores[0].range(make_hosts_prefix(JOB))
         hosts = {make_host_name(index) for index in range(1, FANOUT + 1)}
-        statuses = [decode_host_status(record) for record in records]
-        return [Channel(status.agent_endpoint, CREDENTIALS) for status in statuses if status.host in hosts]
+        statuses = [decode_record(record, HostStatus) for record in records]
+        return [Channel(status.agent.endpoint, CREDENTIALS) for status in statuses if status.host in hosts]
 
     async def _report(self, channel: Channel, agents: Sequence[SimulatedAgent]) -> None:
         reports = tuple(agent.make_progress() for agent in agents)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.store.store_access import StoreAccess
 from tests.benchmarks.control.decision_gaps import EtcdMeasurements
 from tests.benchmarks.control.simulated_agent import CREDENTIALS, PATIENCE_S, SimulatedAgent
@@ -59,8 +59,12 @@ class DecidingJob:
     def _flip_copy(self, generation: Generation) -> None:
         agent = self._agents[1]
         report = agent.status.worker.report if agent.status.worker is not None else None
-        if generation.phase is GenerationPhase.ACTIVE and report is not None and report.has_finished_step:
-            agent.change_status(change_report(agent.status, holds_state=not report.holds_state))
+        if (
+            generation.phase is GenerationPhase.ACTIVE
+            and report is not None
+            and report.place.has_finished_step
+        ):
+            agent.change_status(change_report(agent.status, holds_state=not report.held.holds_state))
 
 
 def _ignore(generation: Generation, nbytes: int) -> None:

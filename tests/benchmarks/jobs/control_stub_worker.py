@@ -9,7 +9,7 @@ import threading
 import time
 
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import SeatId
+from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     WORKER_ORDER_DECODER,
@@ -26,6 +26,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerMessage,
     WorkerOrder,
 )
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.worker_protocol import (
     OrderRefused,
@@ -77,12 +78,14 @@ class StubWorker:
             self._send(answer)
         match order:
             case FormWorld(generation=generation, host=host):
-                member = generation.find_member(host)
+                member = generation.membership.find_member(host)
                 assert member is not None, "only members form a world"
-                self._step = generation.step
-                seat = SeatId(generation.world, member.seat)
+                self._step = generation.state.step
+                seat = SeatId(generation.membership.world, member.seat)
                 self._apply(
-                    worker_protocol.report_formed(self._protocol, seat, generation.step, holds_state=True)
+                    worker_protocol.report_formed(
+                        self._protocol, seat, generation.state.step, holds_state=True
+                    )
                 )
             case TakeSeat():
                 self._apply(worker_protocol.report_seat(self._protocol, get_seat(order).world, None))
@@ -96,7 +99,7 @@ class StubWorker:
         self._protocol, decision = worker_protocol.try_begin_step(self._protocol, self._step)
         if decision is StepDecision.START:
             self._step += 1
-            self._send(StepCommitted(step=self._step))
+            self._send(StepCommitted(progress=TrainingProgress(step=self._step)))
             self._apply(
                 worker_protocol.report_commit(self._protocol, self._step, holds_state=True, part=None)
             )

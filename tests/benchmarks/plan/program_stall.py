@@ -93,7 +93,9 @@ def _wait_ready(job: LocalJob, is_cached: bool) -> None:
     """Wait until all hosts train and, with `is_cached`, have compiled ahead."""
     job.wait_report(
         f"step {MIN_STEPS} on {HOSTS} hosts",
-        lambda report: len(report.hosts) == HOSTS and all(host.step >= MIN_STEPS for host in report.hosts),
+        lambda report: (
+            len(report.hosts) == HOSTS and all(host.progress.step >= MIN_STEPS for host in report.hosts)
+        ),
         STALL_TIMEOUT_S,
     )
     for name in (f"host-{index}" for index in range(HOSTS) if is_cached):

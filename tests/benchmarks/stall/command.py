@@ -184,9 +184,9 @@ class _Campaign:
         if report is None:
             raise InternalError(f"the job is gone:\n{job.read_tail()}")
         for host in report.hosts:
-            process = psutil.Process(host.agent_pid)
+            process = psutil.Process(host.agent.pid)
             self.agent_rss_mib.append(process.memory_info().rss / 2**20)
-        born = {h.host: psutil.Process(h.agent_pid).create_time() for h in report.hosts}
+        born = {h.host: psutil.Process(h.agent.pid).create_time() for h in report.hosts}
         for event in job.read_events():
             if event.kind == "agent.started" and HostName(event.host) in born:
                 self.agent_start_s.append(event.wall_s - born[HostName(event.host)])

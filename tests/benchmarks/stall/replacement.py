@@ -10,7 +10,7 @@ from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.recovery import wait_stall
-from resilient_jax.protocol.records import HostStatus, StandbyState
+from resilient_jax.protocol.host_status import HostStatus, StandbyState
 from tests.benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
 
 CONFIG = 'abort = "replace"\nreplicated_snapshot_interval_steps = 1\nstandby = "{standby}"\n'

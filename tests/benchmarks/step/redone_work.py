@@ -108,8 +108,8 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
 def _kill_one(job: LocalJob, number: int, console: Console) -> WorkerKill:
     report = wait_healthy(job)
     assert report.generation is not None, "all train"
-    host = report.generation.members[number % HOSTS].host
-    step = max(status.step for status in report.hosts) + AHEAD_STEPS
+    host = report.generation.membership.members[number % HOSTS].host
+    step = max(status.progress.step for status in report.hosts) + AHEAD_STEPS
     with job.holding(FailPoint.BEFORE_REDUCE, [host], step):
         (pid,) = find_pids(report, JobComponent.WORKER, host)
         job.kill(JobComponent.WORKER, host)

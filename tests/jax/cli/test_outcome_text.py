@@ -9,7 +9,7 @@ import pytest
 
 from resilient_jax.cli.outcome_text import describe_for_agent, describe_for_launch, extract_exception_line
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 
 
 def read_traceback(fail: Callable[[], object]) -> str:

@@ -338,7 +338,7 @@ def test_states_from_after_the_last_audit_of_a_corrupt_host_are_in_doubt():
         CorruptionFound, match=r"b computes wrongly.*more than 5 steps are in doubt"
     ) as raised:
         response.fail_audit([make_finding(1)], step=12)
-    assert (raised.value.trusted_step, raised.value.is_this_host) == (5, False)
+    assert (raised.value.failure.doubt.trusted_step, raised.value.is_this_host) == (5, False)
     ((kind, detail),) = control.events
     assert (kind, detail["corrupt"], detail["compared"]) == (EventKind.AUDIT_FAILED, "b", "b, a, c")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import WorkerState
 from resilient_jax.protocol.worker_messages import HoldTraining, LeaseRenewed
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.worker import guard_thread
 from resilient_jax.worker.guard_thread import LEASE_CHECK_INTERVAL_S, GuardThread
 from resilient_jax.worker.hang_detection import HangLimits

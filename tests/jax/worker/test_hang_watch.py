@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from resilient_jax import threads
-from resilient_jax.protocol.records import WorkerState
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.worker import hang_watch
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.hang_watch import HangWatch

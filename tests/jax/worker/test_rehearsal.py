@@ -18,7 +18,8 @@ import resilient_jax as rj
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.failures import RehearsalFailed
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership, ResumedState
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import JobHistory
 from resilient_jax.protocol.worker_messages import TakeSeat
 from resilient_jax.trainer import trainer
@@ -33,14 +34,17 @@ from resilient_jax.worker.world import World
 STEP = 7
 ORDER = TakeSeat(
     generation=Generation(
-        number=GenerationNumber(4), phase=GenerationPhase.ACTIVE, step=STEP, newcomers=(
-            Member(host=HostName("b"), incarnation=Incarnation(2), seat=Seat(4)),
+        number=GenerationNumber(4),
+        phase=GenerationPhase.ACTIVE,
+        state=ResumedState(step=STEP),
+        membership=Membership(
+            newcomers=(Member(host=HostName("b"), incarnation=Incarnation(2), seat=Seat(4)),)
         ),
     ),
     host=HostName("b"),
     seat=Seat(4),
     relay_address="",
-)  # fmt: skip
+)
 
 
 def run(train: Callable[[World], None], kept: list[KeptArrays] | None = None) -> bool:
@@ -266,7 +270,7 @@ def test_a_stage_that_is_kept_for_the_host_that_joins_stays_where_it_is(kept: st
         Member(host=HostName(name), incarnation=Incarnation(1), seat=Seat(seat))
         for seat, name in enumerate("ac")
     )
-    generation = msgspec.structs.replace(
+    generation = change_fields(
         ORDER.generation,
         members=seated,
         stage_hosts=tuple(map(HostName, kept)),
@@ -296,7 +300,7 @@ def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(member
         Member(host=HostName(name), incarnation=Incarnation(1), seat=Seat(seat))
         for seat, name in enumerate(members)
     )
-    generation = msgspec.structs.replace(
+    generation = change_fields(
         ORDER.generation, members=seated, spares=tuple(HostName(name) for name in spares)
     )
     seen: list[tuple[str, ...]] = []
@@ -315,7 +319,7 @@ def test_a_spare_rehearses_in_the_place_of_a_member_and_others_beside_all(member
 def test_a_rehearsal_knows_the_axes_of_the_others_and_when_the_next_failure_is_expected():
     axes = ((0, (("fsdp", 2),)),)
     history = JobHistory(observed_s=3600.0, failures=9)
-    generation = msgspec.structs.replace(ORDER.generation, plan_axes=axes, history=history)
+    generation = change_fields(ORDER.generation, plan_axes=axes, history=history)
     order = msgspec.structs.replace(ORDER, generation=generation)
     seen: list[tuple[object, float]] = []
     rehearse(

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase, ResumedState
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.state_handover import StateHandover
@@ -40,9 +40,12 @@ def prepare(*, in_place: bool = False, step: int = 6, **changes: Any) -> tuple[K
     handover = StateHandover(HostName("a"), committed, unused, unused, lambda: None, lambda *_: None)
     plan = SnapshotPlan(id=SnapshotId(step, GenerationNumber(1)), groups=(), sources=())
     generation = Generation(
-        number=GenerationNumber(2), phase=GenerationPhase.FORM, reason="a loss", snapshot=plan
+        number=GenerationNumber(2),
+        phase=GenerationPhase.FORM,
+        reason="a loss",
+        state=ResumedState(snapshot=plan),
     )
-    handover.prepare(msgspec.structs.replace(generation, **changes), in_place=in_place)
+    handover.prepare(change_fields(generation, **changes), in_place=in_place)
     return kept, committed
 
 

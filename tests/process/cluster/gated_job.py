@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from resilient_jax.cluster.job_report import JobReport
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.benchmarks.paths import JOBS
 from tests.support.patience import wait_until
 from tests.support.patient_job import PatientJob
@@ -60,7 +60,7 @@ class GatedJob:
             return (
                 generation is not None
                 and generation.phase is GenerationPhase.ACTIVE
-                and sorted(member.host for member in generation.members) == sorted(hosts)
+                and sorted(member.host for member in generation.membership.members) == sorted(hosts)
             )
 
         wait_until(f"{hosts} train", train)

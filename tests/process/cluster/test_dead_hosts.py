@@ -15,7 +15,7 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.interface import PutOp
@@ -43,11 +43,13 @@ async def running(work: Path, port: int) -> "AsyncIterator[tuple[DeadHostFinder,
     """Run a finder on host-0; another host has a lease of a minute, and its agent has this port."""
     status = HostStatus(
         host=OTHER,
-        agent_id="one",
-        agent_pid=1,
-        address="127.0.0.1",
-        versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
-        port=port,
+        agent=AgentStatus(
+            id="one",
+            pid=1,
+            address="127.0.0.1",
+            versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
+            port=port,
+        ),
     )
     store, log = MemoryStore(), EventLog(work / "events", HostName("host-0"))
     settings = make_agent_settings(work / "script.py", JobConfig())

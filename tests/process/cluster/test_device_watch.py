@@ -26,9 +26,10 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.generation import Generation, GenerationPhase, LeaderNotes, Member, Membership
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport
 from resilient_jax.protocol.store_keys import make_generation_key, make_replacement_key
+from resilient_jax.protocol.worker_report import HeldState, WorkerReport
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
 from tests.support.agent_parts import HOST, JOB, make_agent_settings, wait_until
@@ -49,7 +50,12 @@ def make_generation(phase: GenerationPhase, losses_left: int | None, *hosts: Hos
     members = tuple(
         Member(host=host, incarnation=Incarnation(1), seat=Seat(i)) for i, host in enumerate(hosts)
     )
-    return Generation(number=GenerationNumber(1), phase=phase, members=members, losses_left=losses_left)
+    return Generation(
+        number=GenerationNumber(1),
+        phase=phase,
+        membership=Membership(members=members),
+        record=LeaderNotes(losses_left=losses_left),
+    )
 
 
 class Host:
@@ -344,4 +350,4 @@ def test_a_worker_is_ended_only_where_others_have_all_of_the_state(
 def test_a_worker_whose_snapshot_server_ends_outlives_it_as_the_only_one_with_the_state(
     generation: Generation | None, holds_state: bool, expected: bool
 ) -> None:
-    assert is_only_holder(generation, HOST, WorkerReport(holds_state=holds_state)) is expected
+    assert is_only_holder(generation, HOST, WorkerReport(held=HeldState(holds_state=holds_state))) is expected

@@ -14,8 +14,8 @@ from resilient_jax.cluster.job_report import read_job_report
 from resilient_jax.cluster.run_directory import HostLog, JobContact, make_log_path
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
-from resilient_jax.protocol.records import HostStatus
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
 from tests.support.agents import TOKEN, HandStartedAgent, run_command, served_store
@@ -306,7 +306,7 @@ def test_report_joins_with_an_unfit_gpu_and_only_records(host: GpuHost) -> None:
         host.wait_event(EventKind.GPU_FAILED, num=2)
         status = host.status()
         assert status is not None
-        assert status.gpus == (
+        assert status.devices.gpus == (
             "GPU 0 (GPU-00000000-fake): pages of its memory with errors are in use until it is reset",
         )
         assert host.quarantine() == []

@@ -15,7 +15,8 @@ from resilient_jax.cluster.child_process import SpawnedProcess
 from resilient_jax.cluster.host_keeper import HostCare, HostKeeper
 from resilient_jax.cluster.job_view import JobView
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus, Versions
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
+from resilient_jax.protocol.versions import Versions
 from tests.support.open_descriptors import count_descriptors, free_descriptors, wait_for_descriptors
 from tests.support.own_process import in_own_process
 from tests.support.patience import patience
@@ -50,7 +51,9 @@ class Kept:
         """Note that the job has let the host in, and has another that trains."""
         for host in (HOST, HostName("host-0")):
             status = HostStatus(
-                host=host, agent_id=host, agent_pid=1, address="127.0.0.1", versions=VERSIONS, program="p"
+                host=host,
+                agent=AgentStatus(id=host, pid=1, address="127.0.0.1", versions=VERSIONS),
+                program="p",
             )
             self.view.update_host(status)
 

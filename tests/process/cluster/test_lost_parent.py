@@ -13,7 +13,8 @@ import pytest
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.cluster.run_directory import HostLog, JobContact, make_log_path
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.records import GenerationPhase, WorkerState
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.telemetry.event_log import read_events
 from tests.benchmarks.paths import JOBS
 from tests.support.agents import TOKEN, HandStartedAgent, served_store
@@ -71,7 +72,7 @@ class FormingJob:
                 for host, a in self.agents.items()
             }
             for status in self.report().hosts:
-                children = [host for host, parents in said.items() if parents[-1:] == [status.agent_endpoint]]
+                children = [host for host, parents in said.items() if parents[-1:] == [status.agent.endpoint]]
                 if len(children) == 2:
                     self.parent, self.children = status.host, tuple(children)
             return bool(self.parent)
@@ -81,7 +82,9 @@ class FormingJob:
     def wait_formed(self, hosts: set[str]) -> None:
         def have_formed() -> bool:
             found = {
-                s.host for s in self.report().hosts if s.worker is not None and s.worker.report.has_formed
+                s.host
+                for s in self.report().hosts
+                if s.worker is not None and s.worker.report.place.has_formed
             }
             return found >= hosts
 
@@ -93,7 +96,7 @@ class FormingJob:
             return (
                 found is not None
                 and found.phase is GenerationPhase.ACTIVE
-                and len(found.members) == num_members
+                and len(found.membership.members) == num_members
             )
 
         wait_until(f"{num_members} hosts train", trains)
@@ -141,4 +144,4 @@ def test_a_parent_that_is_killed_costs_the_generation_of_its_own_loss(job: Formi
     after = job.wait_trains(NUM_HOSTS - 1).generation
     assert after is not None
     assert after.number <= 2
-    assert job.parent not in [member.host for member in after.members]
+    assert job.parent not in [member.host for member in after.membership.members]

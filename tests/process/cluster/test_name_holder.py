@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from resilient_jax.cluster.name_holder import NameHolder, ask_name_holder
-from resilient_jax.cluster.stored_records import decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import Credentials
@@ -41,7 +42,7 @@ def read_status(address: str) -> HostStatus | None:
     async def read() -> HostStatus | None:
         async with RemoteStore(address, CREDENTIALS) as store:
             found = await store.get(make_host_key(JOB, HOST))
-            return decode_host_status(found) if found is not None else None
+            return decode_record(found, HostStatus) if found is not None else None
 
     return asyncio.run(read())
 
@@ -49,7 +50,7 @@ def read_status(address: str) -> HostStatus | None:
 def wait_registered(store: str, agent: HandStartedAgent) -> HostStatus:
     def is_registered() -> bool:
         status = read_status(store)
-        return status is not None and status.agent_pid == agent.process.pid
+        return status is not None and status.agent.pid == agent.process.pid
 
     wait_until("the agent's registration", is_registered)
     status = read_status(store)
@@ -67,7 +68,7 @@ def test_a_restarted_agent_takes_the_name_of_its_ghost_while_the_lease_lasts(
     with start_agent(store, tmp_path, "first") as first:
         before = wait_registered(store, first)
         assert ask(before) is NameHolder.ALIVE
-        assert ask(msgspec.structs.replace(before, agent_id="another")) is NameHolder.GONE
+        assert ask(change_fields(before, id="another")) is NameHolder.GONE
         first.process.send_signal(signal.SIGSTOP)
         assert ask(before) is NameHolder.SILENT
         first.process.send_signal(signal.SIGCONT)
@@ -75,7 +76,7 @@ def test_a_restarted_agent_takes_the_name_of_its_ghost_while_the_lease_lasts(
     with start_agent(store, tmp_path, "second") as second:  # the lease of the first lasts a minute
         after = wait_registered(store, second)
         assert second.interrupt() == 130
-    assert after.agent_id != before.agent_id
+    assert after.agent.id != before.agent.id
 
 
 def test_a_port_that_is_taken_by_a_stranger_answers_nothing(store: str) -> None:
@@ -84,13 +85,15 @@ def test_a_port_that_is_taken_by_a_stranger_answers_nothing(store: str) -> None:
         status = msgspec.convert(
             {
                 "host": HOST,
-                "agent_id": "a",
-                "agent_pid": 1,
-                "address": "127.0.0.1",
-                "port": port,
-                "versions": {"python": "3", "resilient_jax": "1", "jax": "1", "jaxlib": "1"},
+                "agent": {
+                    "id": "a",
+                    "pid": 1,
+                    "address": "127.0.0.1",
+                    "port": port,
+                    "versions": {"python": "3", "resilient_jax": "1", "jax": "1", "jaxlib": "1"},
+                },
             },
             HostStatus,
         )
         assert ask(status) is NameHolder.SILENT
-    assert ask(msgspec.structs.replace(status, port=0)) is NameHolder.SILENT
+    assert ask(change_fields(status, port=0)) is NameHolder.SILENT

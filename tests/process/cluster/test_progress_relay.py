@@ -19,6 +19,7 @@ from resilient_jax.cluster.progress_tree import ProgressTree
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
@@ -39,7 +40,7 @@ class RelayHost:
         self.relay = ProgressRelay(
             dataclasses.replace(context, settings=settings),
             self.server,
-            lambda: HostProgress(host=self.name, agent_id=name, step=self.step),
+            lambda: HostProgress(host=self.name, agent_id=name, progress=TrainingProgress(step=self.step)),
         )
         self.task: asyncio.Task[None] | None = None
 
@@ -68,7 +69,7 @@ class Tree:
         for host in self.hosts:
             if host is not leader:
                 tree.add(host.name, host.relay.endpoint)
-        leader.relay.lead(tree, lambda report: self.steps.update({report.host: report.step}))
+        leader.relay.lead(tree, lambda report: self.steps.update({report.host: report.progress.step}))
         for host in self.hosts:
             if host is not leader:
                 host.relay.follow(
@@ -121,7 +122,7 @@ def test_the_leader_learns_of_all_hosts_through_a_tree(tmp_path: Path) -> None:
             await tree.wait_step(2)
             leader = tree.hosts[0].relay.endpoint
             found = await read_progress(leader, tree.hosts[0].relay._context.settings.credentials)
-            assert {report.host: report.step for report in found} == tree.steps
+            assert {report.host: report.progress.step for report in found} == tree.steps
 
     asyncio.run(run())
 

@@ -18,8 +18,11 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.generation import FailedAttempts, Generation, GenerationPhase, Member, Membership
+from resilient_jax.protocol.host_status import WorkerStatus
 from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorkerReport, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
 from tests.support.agent_parts import HOST, make_agent_settings, wait_until
@@ -56,7 +59,10 @@ class Knowledge:
             for seat, host in enumerate((HOST, OTHER))
         )
         self.generation = Generation(
-            number=NUMBER, phase=GenerationPhase.QUIESCE, members=members, attempts=1
+            number=NUMBER,
+            phase=GenerationPhase.QUIESCE,
+            membership=Membership(members=members),
+            failures=FailedAttempts(attempts=1),
         )
         self.status = WorkerStatus(incarnation=Incarnation(1), pid=1, report=WorkerReport(generation=NUMBER))
 
@@ -104,11 +110,11 @@ def test_a_host_that_is_not_reached_is_reported_until_it_is_or_the_members_go_on
             lasting = ReachReport(generation=NUMBER, unreached=(OTHER,), lasting=(OTHER,))
             await wait_until(lambda: watch.report == lasting)
             # The same members in the next phase.
-            known.generation = msgspec.structs.replace(known.generation, number=GenerationNumber(4))
+            known.generation = change_fields(known.generation, number=GenerationNumber(4))
             watch.wake()
             await wait_until(lambda: watch.report is not None and watch.report.generation == 4)
             assert watch.report == msgspec.structs.replace(lasting, generation=GenerationNumber(4))
-            known.generation = msgspec.structs.replace(known.generation, attempts=0)
+            known.generation = change_fields(known.generation, attempts=0)
             watch.wake()
             await wait_until(lambda: watch.report is None)
         (event,) = [e for e in read_events(tmp_path / "events") if e.kind is EventKind.HOSTS_UNREACHED]

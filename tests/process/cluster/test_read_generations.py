@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import itertools
 
-import msgspec
 import pytest
 
 from resilient_jax.cluster.generation_follower import read_generations
 from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, Seat
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
 from resilient_jax.protocol.generation_change import describe_change
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.store.interface import KeyValue, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -38,7 +38,10 @@ def make_generation(num_hosts: int, number: int) -> Generation:
         for index in range(num_hosts)
     )
     return Generation(
-        number=GenerationNumber(number), phase=GenerationPhase.FORM, members=members, reason=f"{number}"
+        number=GenerationNumber(number),
+        phase=GenerationPhase.FORM,
+        membership=Membership(members=members),
+        reason=f"{number}",
     )
 
 
@@ -52,7 +55,7 @@ async def publish(store: MemoryStore, before: Generation | None, after: Generati
 
 async def check_reading(num_hosts: int) -> None:
     first = make_generation(num_hosts, 1)
-    second = msgspec.structs.replace(first, phase=GenerationPhase.ACTIVE)
+    second = change_fields(first, phase=GenerationPhase.ACTIVE)
     third = make_generation(num_hosts - 1, 2)
     async with CountingStore() as store, asyncio.timeout(patience(2)):
         await publish(store, None, first)

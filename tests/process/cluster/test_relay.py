@@ -7,7 +7,7 @@ import socket
 
 from resilient_jax.cluster.relay import PREFACE, Relay, serve_services
 from resilient_jax.ids import WorldId
-from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.host_status import CoordinationServiceStatus
 from resilient_jax.protocol.service_address import format_service_address
 from resilient_jax.transport import Credentials, Server
 from tests.support.patience import patience

@@ -16,8 +16,8 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
+from resilient_jax.protocol.generation import Generation, GenerationPhase, LeaderNotes, Member, Membership
 from resilient_jax.protocol.generation_change import describe_change
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
 from resilient_jax.protocol.store_keys import make_change_key, make_generation_key
 from resilient_jax.snapshot.process_priority import NICENESS
 from resilient_jax.store.interface import PutOp
@@ -66,8 +66,8 @@ class Agent:
         generation = Generation(
             number=GenerationNumber(1),
             phase=GenerationPhase.ACTIVE,
-            members=() if losses_left is None else (member,),
-            losses_left=losses_left,
+            membership=Membership(members=() if losses_left is None else (member,)),
+            record=LeaderNotes(losses_left=losses_left),
         )
         change = ENCODER.encode(describe_change(None, generation))
         puts = [

@@ -22,16 +22,17 @@ from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, Incarnation
-from resilient_jax.protocol.raised_error import RaisedError
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import (
+    FailedAttempts,
     Generation,
     GenerationPhase,
     JobOutcome,
     JobOutcomeKind,
-    StandbyState,
-    WorkerState,
 )
+from resilient_jax.protocol.host_status import StandbyState
+from resilient_jax.protocol.raised_error import RaisedError
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, RunToBoundary
+from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events
 from tests.support.agent_parts import HOST, WAIT_S, make_agent_settings, wait_until
@@ -42,16 +43,16 @@ MAX_RESTARTS = 2
 SCRIPT = """
 import os
 from resilient_jax.protocol.connection import Connection
-from resilient_jax.protocol.records import WorkerReport, WorkerState
+from resilient_jax.protocol.worker_report import TrainingProgress, WorkerReport, WorkerState, WorldPlace
 from resilient_jax.protocol.worker_messages import *
 
 connection = Connection(int(os.environ[AGENT_CONNECTION_VARIABLE]), WORKER_ORDER_DECODER, send_timeout_s=None)
-connection.send(WorkerReported(report=WorkerReport(state=WorkerState.IDLE, world=1, generation=1)))
+connection.send(WorkerReported(report=WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=1), generation=1)))
 while True:
     for received in connection.receive():
         match received.message:
             case Pause():
-                connection.send(StepCommitted(step=1))
+                connection.send(StepCommitted(progress=TrainingProgress(step=1)))
             case Quiesce():  # its threads have ended
                 os.close(int(os.environ[DEATH_PIPE_VARIABLE]))
             case RunToBoundary():
@@ -137,7 +138,9 @@ async def running_agent(work: Path) -> "AsyncIterator[tuple[Agent, asyncio.Task[
 
 
 def make_generation(raised: RaisedError) -> Generation:
-    return Generation(number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, raised=(raised,))
+    return Generation(
+        number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, failures=FailedAttempts(raised=(raised,))
+    )
 
 
 def test_a_standby_is_the_worker_as_soon_as_the_threads_of_its_predecessor_have_ended(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from resilient_jax.cluster.relay import PREFACE, Relay, serve_services
 from resilient_jax.ids import Seat, WorldId
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
 from resilient_jax.jax_runtime.world_forming import new_client
-from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.host_status import CoordinationServiceStatus
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport import Credentials, Server, TlsFiles
 from tests.support.authority import Authority
@@ -119,7 +119,7 @@ AGENT = """
 import asyncio, os, sys
 from resilient_jax.cluster.relay import serve_services
 from resilient_jax.ids import WorldId
-from resilient_jax.protocol.records import CoordinationServiceStatus
+from resilient_jax.protocol.host_status import CoordinationServiceStatus
 from resilient_jax.protocol.service_address import format_service_address
 from resilient_jax.transport import Credentials, Server
 

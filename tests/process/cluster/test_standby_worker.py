@@ -14,7 +14,7 @@ from resilient_jax.cluster.worker_process import WorkerDescriptors
 from resilient_jax.config import JobConfig
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import StandbyState
+from resilient_jax.protocol.host_status import StandbyState
 from resilient_jax.protocol.worker_messages import ImportsReported, WorkerSettings
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog, read_events

@@ -16,13 +16,15 @@ from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.status_combiner import MAX_STATUSES, StatusCombiner
 from resilient_jax.cluster.status_messages import NOT_WRITTEN, SERVICE, WRITE, StatusWrite
 from resilient_jax.cluster.store_session import StoreSession
-from resilient_jax.cluster.stored_records import decode_generation, decode_host_status
+from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import HostName, LeaseId, Revision
-from resilient_jax.protocol.records import Generation, HostStatus
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.interface import Compare, Operation, PutEvent, PutOp, TransactionResult
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.telemetry.event_log import EventLog
@@ -108,12 +110,14 @@ class Parent:
     async def read_step(self, name: str) -> int:
         record = await self.store.get(make_host_key(JOB, HostName(name)))
         assert record is not None
-        return decode_host_status(record).step
+        return decode_record(record, HostStatus).progress.step
 
 
 def make_status(name: str, step: int) -> HostStatus:
     return HostStatus(
-        host=HostName(name), agent_id=name, agent_pid=1, address="127.0.0.1", versions=VERSIONS, step=step
+        host=HostName(name),
+        agent=AgentStatus(id=name, pid=1, address="127.0.0.1", versions=VERSIONS),
+        progress=TrainingProgress(step=step),
     )
 
 
@@ -140,7 +144,7 @@ def test_what_comes_while_a_transaction_is_under_way_is_written_by_the_next(tmp_
                 record = await parent.store.get(make_host_key(JOB, request.status.host))
                 assert record is not None
                 assert (record.mod_revision, record.lease) == (revision, request.lease)
-                assert decode_host_status(record) == request.status
+                assert decode_record(record, HostStatus) == request.status
 
     asyncio.run(run())
 
@@ -233,7 +237,7 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
             return result.revision if result.succeeded else NOT_WRITTEN
 
         async def hand_over(request: StatusWrite) -> Revision:
-            fate = fates[request.status.step - 1]
+            fate = fates[request.status.progress.step - 1]
             if fate == "in time":
                 return await write(request)
             if fate == "too late":
@@ -243,7 +247,7 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
             return NOT_WRITTEN
 
         def is_written() -> bool:
-            return session.written is not None and session.written.step == step
+            return session.written is not None and session.written.progress.step == step
 
         step = 0
         async with MemoryStore() as store:
@@ -264,13 +268,17 @@ def test_an_older_status_never_replaces_a_newer_one(fates: list[str]) -> None:
                 store.watch(make_host_key(JOB, HostName("h")), Revision(2))
             ) as batches:
                 async for batch in batches:
-                    steps += [decode_host_status(e.key_value).step for e in batch if isinstance(e, PutEvent)]
+                    steps += [
+                        decode_record(e.key_value, HostStatus).progress.step
+                        for e in batch
+                        if isinstance(e, PutEvent)
+                    ]
                     if steps[-1] == len(fates):
                         break
             assert steps == sorted(steps)
             record = await store.get(make_host_key(JOB, HostName("h")))
             assert record is not None
-            assert decode_host_status(record).step == len(fates)
+            assert decode_record(record, HostStatus).progress.step == len(fates)
 
     asyncio.run(run())
 
@@ -299,14 +307,14 @@ class Job:
 
     async def read_generation(self) -> Generation | None:
         record = await self.store.get(make_generation_key(simulated_agent.JOB))
-        return decode_generation(record) if record is not None else None
+        return decode_record(record, Generation) if record is not None else None
 
     async def wait_trains(self) -> Generation:
         def is_active() -> bool:
             for task in self.tasks:
                 assert not task.done(), task.exception()
             done = [agent.status.worker for agent in self.agents]
-            return all(worker is not None and worker.report.has_finished_step for worker in done)
+            return all(worker is not None and worker.report.place.has_finished_step for worker in done)
 
         await wait_until(is_active)
         generation = await self.read_generation()
@@ -363,7 +371,7 @@ def test_a_job_forms_through_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
                 note_handed(monkeypatch, agent, handed)
             await job.start(job.agents[-1:])
             generation = await job.wait_trains()
-            assert len(generation.members) == NUM_HOSTS
+            assert len(generation.membership.members) == NUM_HOSTS
             assert {found.number for found in job.generations} == {generation.number}
             assert {agent.status.host for agent in job.agents[3:-1]} <= set(handed)
 
@@ -398,7 +406,7 @@ def test_a_parent_that_is_lost_while_a_job_forms_costs_no_generation(
                 monkeypatch.setattr(parent._combiner, "_write", write_for_ever)
             await job.start(job.agents[-1:])
             generation = await job.wait_trains()
-            assert len(generation.members) == NUM_HOSTS
+            assert len(generation.membership.members) == NUM_HOSTS
             assert {found.number for found in job.generations} == {generation.number}
             assert all(child.parent != endpoint for child in children)
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from resilient_jax.protocol.records import GenerationPhase
+from resilient_jax.protocol.generation import GenerationPhase
 from tests.benchmarks.paths import JOBS
 from tests.support.patience import wait_until
 from tests.support.patient_job import PatientJob
@@ -38,7 +38,7 @@ def test_a_job_whose_output_nobody_reads_trains_on_and_tells_how_many_lines_were
                 report is not None
                 and report.generation is not None
                 and report.generation.phase is GenerationPhase.ACTIVE
-                and all(host.step >= 5 for host in report.hosts)
+                and all(host.progress.step >= 5 for host in report.hosts)
             )
 
         wait_until("training with an output that is full", has_trained)

@@ -18,7 +18,7 @@ from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, Prog
 from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_server import SyncServer
 from tests.support.patience import NEVER_S, patience
@@ -127,7 +127,9 @@ def test_a_thread_that_training_waits_for_waits_for_the_host_that_compiles(hosts
         Member(host=host.name, incarnation=Incarnation(1), seat=Seat(n), endpoint=host.peer.endpoint)
         for n, host in enumerate(hosts)
     )
-    monitor.begin_generation(Generation(number=FIRST, phase=GenerationPhase.ACTIVE, members=members))
+    monitor.begin_generation(
+        Generation(number=FIRST, phase=GenerationPhase.ACTIVE, membership=Membership(members=members))
+    )
     assert compiles.programs.fetch(key) is None
     with ThreadPoolExecutor(1, initializer=mark) as pool:
         asking = pool.submit(monitor.fetch, key)

@@ -19,8 +19,9 @@ from resilient_jax.errors import (
     Unauthenticated,
 )
 from resilient_jax.ids import HostName, JobName, Revision
-from resilient_jax.protocol.records import HostStatus, Versions
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
+from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_connection import EtcdUser
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
@@ -105,7 +106,8 @@ def test_an_agent_waits_for_a_ghost_whose_lease_elections_prolong(cluster):
 
         versions = Versions(python="3", resilient_jax="1.0", jax="0.10.0", jaxlib="0.10.0")
         status = HostStatus(
-            host=HostName("a"), agent_id=f"a-{pid}", agent_pid=pid, address="10.0.0.7", versions=versions
+            host=HostName("a"),
+            agent=AgentStatus(id=f"a-{pid}", pid=pid, address="10.0.0.7", versions=versions),
         )
         return StoreSession(store, JobName("job"), ttl_s, SystemClock(), lambda: status, ask_holder=ask)
 

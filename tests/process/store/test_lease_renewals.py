@@ -14,7 +14,7 @@ from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.store_session import StoreSession
 from resilient_jax.errors import LeaseExpired
 from resilient_jax.ids import HostName, JobName, LeaseId
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store import lease_renewals
 from resilient_jax.store.lease_renewals import RenewalServer
@@ -172,7 +172,7 @@ class Host:
     def __init__(self, store: RemoteStore, name: str) -> None:
         versions = Versions(python="3", resilient_jax="1.0", jax="0.10.0", jaxlib="0.10.0")
         status = HostStatus(
-            host=HostName(name), agent_id=name, agent_pid=7, address="10.0.0.7", versions=versions
+            host=HostName(name), agent=AgentStatus(id=name, pid=7, address="10.0.0.7", versions=versions)
         )
         job = JobName("job")
         self.session = StoreSession(store, job, FLOODED_TTL_S, SystemClock(), lambda: status, self.count)

@@ -9,9 +9,10 @@ from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.errors import JoinRefused
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
@@ -60,11 +61,8 @@ def session(store, name="a", *, versions=VERSIONS, pid=7, ttl_s=TTL_S, metrics=N
     def status():
         return HostStatus(
             host=HostName(name),
-            agent_id=f"{name}-{pid}",
-            agent_pid=pid,
-            address="10.0.0.7",
-            versions=versions,
-            metrics=metrics if metrics is not None else {},
+            agent=AgentStatus(id=f"{name}-{pid}", pid=pid, address="10.0.0.7", versions=versions),
+            progress=TrainingProgress(metrics=metrics if metrics is not None else {}),
         )
 
     return StoreSession(store, JOB, ttl_s, SystemClock(), status)

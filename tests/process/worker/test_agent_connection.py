@@ -25,7 +25,7 @@ reports = []
 while len(reports) < 3:
     words = [received.message for received in agent.receive()]
     reports += [word.report for word in words if hasattr(word, "report")]
-print([report.is_polling_checkpoints for report in reports], flush=True)
+print([report.checkpoints.is_polling_checkpoints for report in reports], flush=True)
 os._exit(0)
 """
 """Run in a process of its own, because a worker ends with its connection."""

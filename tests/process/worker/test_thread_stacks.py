@@ -12,7 +12,7 @@ import pytest
 
 from resilient_jax.cluster.stacks_file import StacksFile, describe_process, make_stacks_path
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import WorkerReport
+from resilient_jax.protocol.worker_report import WorkerReport
 from resilient_jax.worker.thread_stacks import describe_place, find_barrier, format_stacks, is_debugged
 
 PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17

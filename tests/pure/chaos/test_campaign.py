@@ -15,15 +15,10 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.local_job.local_job import LocalJob
 from resilient_jax.local_job.observed_job import JobEnded, JobObserver, JobTimeout, ObservedJob
 from resilient_jax.local_job.recovery import wait_training
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    WorkerReport,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus, WorkerStatus
 from resilient_jax.protocol.versions import Versions
+from resilient_jax.protocol.worker_report import HeldState, TrainingProgress, WorkerReport, WorldPlace
 from resilient_jax.telemetry.event_log import EventLog
 from tests.chaos import leaks
 from tests.chaos.active_faults import ActiveFaults
@@ -54,18 +49,21 @@ LONG_S = 5.0
 
 def trained(step: int) -> JobReport:
     """Return the records of one host that trains and has finished `step` steps."""
-    report = WorkerReport(generation=GenerationNumber(1), has_finished_step=True, step=step)
+    report = WorkerReport(
+        generation=GenerationNumber(1), place=WorldPlace(has_finished_step=True), held=HeldState(step=step)
+    )
     status = HostStatus(
         host=HOST,
-        agent_id="a",
-        agent_pid=0,
-        address="",
-        versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
+        agent=AgentStatus(
+            id="a", pid=0, address="", versions=Versions(python="", resilient_jax="", jax="", jaxlib="")
+        ),
         worker=WorkerStatus(incarnation=Incarnation(1), pid=0, report=report),
-        step=step,
+        progress=TrainingProgress(step=step),
     )
     member = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
-    generation = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE, members=(member,))
+    generation = Generation(
+        number=GenerationNumber(1), phase=GenerationPhase.ACTIVE, membership=Membership(members=(member,))
+    )
     return JobReport(job="job", generation=generation, leader=HOST, hosts=(status,))
 
 
@@ -214,12 +212,12 @@ def test_a_fault_ends_at_an_event_recorded_during_a_wait_for_another_event(
 
 def test_a_wait_for_training_ends_after_the_requested_number_of_steps(tmp_path: Path) -> None:
     report = wait_training(FakeJob(tmp_path, MANY, 0), [HOST], num_steps=3, timeout_s=LONG_S)
-    assert report.hosts[0].step == 4
+    assert report.hosts[0].progress.step == 4
 
 
 def test_a_wait_ends_at_its_timeout_or_at_the_end_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(JobEnded, match="the job ended before step 5"):
-        FakeJob(tmp_path, 2, 0).wait_report("step 5", lambda report: report.hosts[0].step == 5)
+        FakeJob(tmp_path, 2, 0).wait_report("step 5", lambda report: report.hosts[0].progress.step == 5)
     with pytest.raises(JobTimeout, match=f"nothing did not happen within {PATIENCE_S:g} s"):
         FakeJob(tmp_path, MANY, 0).wait_report("nothing", lambda report: False, PATIENCE_S)
 

@@ -18,13 +18,9 @@ from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, Unauthenticated
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    JobOutcome,
-    JobOutcomeKind,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.telemetry.log_reader import LogPart
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
 
@@ -172,10 +168,12 @@ def test_a_part_that_was_cut_is_named() -> None:
 
 
 def test_following_ends_when_the_job_has_ended_or_has_no_host() -> None:
-    host = HostStatus(host=HostName("a"), agent_id="", agent_pid=1, address="", versions=read_versions())
+    host = HostStatus(
+        host=HostName("a"), agent=AgentStatus(id="", pid=1, address="", versions=read_versions())
+    )
     training = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE)
     outcome = JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
-    ended = msgspec.structs.replace(training, phase=GenerationPhase.FINISHED, outcome=outcome)
+    ended = change_fields(training, phase=GenerationPhase.FINISHED, outcome=outcome)
     cases = [((host,), None), ((host,), training), ((host,), ended), ((), training)]
     reports = [JobReport(job="lm", generation=found, leader=None, hosts=hosts) for hosts, found in cases]
     assert [is_over(report) for report in reports] == [False, False, True, True]

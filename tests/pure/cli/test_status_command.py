@@ -16,23 +16,34 @@ from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode, StoreUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.membership.redundancy import Redundancy
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
+from resilient_jax.protocol.generation import (
     Generation,
     GenerationPhase,
-    HostStatus,
     JobOutcome,
     JobOutcomeKind,
+    LeaderNotes,
     Member,
+    Membership,
+)
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
+    CoordinationServiceStatus,
+    HostStatus,
     StandbyState,
     StandbyStatus,
-    WorkerReport,
-    WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, RecoveryOption
 from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.worker_report import (
+    TrainingProgress,
+    WorkerFindings,
+    WorkerReport,
+    WorkerState,
+    WorldPlace,
+)
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
 HOSTS = (HOST, HostName("host-1"))
@@ -52,17 +63,14 @@ REPORT = JobReport(
     hosts=(
         HostStatus(
             host=HOST,
-            agent_id="",
-            agent_pid=1,
-            address="",
-            versions=read_versions(),
+            agent=AgentStatus(id="", pid=1, address="", versions=read_versions()),
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
             services=(
                 CoordinationServiceStatus(world=WorldId(11), num_processes=2, num_seats=2, address="", pid=2),
             ),
             snapshots=(SNAPSHOT,),
             standby=StandbyStatus(state=StandbyState.READY, pid=3, memory_mib=186),
-            step=123456,
+            progress=TrainingProgress(step=123456),
             is_draining=True,
         ),
     ),
@@ -116,7 +124,7 @@ def test_no_word_is_truncated_in_a_narrow_terminal():
 def test_the_losses_that_a_snapshot_survives_are_its_parity(parity, said):
     group = ParityGroup(hosts=HOSTS, parity=parity)
     snapshot = msgspec.structs.replace(SNAPSHOT, group=group)
-    host = msgspec.structs.replace(REPORT.hosts[0], snapshots=(snapshot,))
+    host = change_fields(REPORT.hosts[0], snapshots=(snapshot,))
     shown = io.StringIO()
     status.print_report(Console(file=shown, width=300), msgspec.structs.replace(REPORT, hosts=(host,)))
     assert f"survives the loss of {said} hosts" in shown.getvalue()
@@ -148,13 +156,15 @@ def test_how_many_more_losses_the_state_survives_is_said(redundancy, said):
     assert status.describe_redundancy(redundancy) == said
 
 
-IDLE = WorkerReport(state=WorkerState.IDLE, world=WorldId(3))
+IDLE = WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=WorldId(3)))
 TRAINING = Generation(
     number=GenerationNumber(3),
     phase=GenerationPhase.ACTIVE,
-    world=WorldId(3),
-    members=(Member(host=HostName("host-1"), incarnation=Incarnation(3), seat=Seat(0)),),
-    spares=(HostName("host-2"),),
+    membership=Membership(
+        world=WorldId(3),
+        members=(Member(host=HostName("host-1"), incarnation=Incarnation(3), seat=Seat(0)),),
+        spares=(HostName("host-2"),),
+    ),
 )
 
 
@@ -181,7 +191,7 @@ def test_of_a_host_that_spares_it_is_said_whether_it_is_ready(host, is_spare, re
         WorkerStatus(incarnation=Incarnation(3), pid=1, memory_mib=412, report=report) if report else None
     )
     changes = {"host": HostName(host), "is_spare": is_spare, "worker": worker, "standby": None}
-    changed = msgspec.structs.replace(REPORT.hosts[0], is_draining=False, **changes)
+    changed = change_fields(REPORT.hosts[0], is_draining=False, **changes)
     assert status.describe_spare(changed, TRAINING) == said
     shown = io.StringIO()
     report = msgspec.structs.replace(REPORT, hosts=(changed,), generation=TRAINING)
@@ -194,7 +204,9 @@ def test_the_last_decision_is_a_line_and_is_not_parsed_as_markup():
     decision = RecoveryDecision(
         action=RecoveryAction.SHRINK, number=GenerationNumber(7), reason="the job goes on: [3] hosts"
     )
-    generation = Generation(number=GenerationNumber(7), phase=GenerationPhase.ACTIVE, decision=decision)
+    generation = Generation(
+        number=GenerationNumber(7), phase=GenerationPhase.ACTIVE, record=LeaderNotes(decision=decision)
+    )
     shown = io.StringIO()
     status.print_report(
         Console(file=shown, width=200), msgspec.structs.replace(REPORT, generation=generation)
@@ -212,7 +224,7 @@ def test_the_options_of_a_decision_are_lines_below_it():
     decision = RecoveryDecision(
         action=RecoveryAction.SHRINK, number=GenerationNumber(7), reason="the job goes on", options=options
     )
-    report = msgspec.structs.replace(REPORT, generation=msgspec.structs.replace(TRAINING, decision=decision))
+    report = msgspec.structs.replace(REPORT, generation=change_fields(TRAINING, decision=decision))
     shown = io.StringIO()
     status.print_report(Console(file=shown, width=400), report)
     lines = [line.strip() for line in shown.getvalue().splitlines()]
@@ -224,7 +236,7 @@ def test_watching_shows_the_job_until_it_is_over(monkeypatch, capsys):
     """Also while its store does not answer: a job that ends takes it away before it says how it ended."""
     outcome = JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
     training = msgspec.structs.replace(REPORT, generation=TRAINING)
-    over = msgspec.structs.replace(TRAINING, phase=GenerationPhase.FINISHED, outcome=outcome)
+    over = change_fields(TRAINING, phase=GenerationPhase.FINISHED, outcome=outcome)
     answers = [
         training,
         StoreUnreachable("the store is gone"),
@@ -271,12 +283,16 @@ def test_a_slow_host_is_shown_as_the_first_host_found_it():
     found = SlowHost(host=HostName("host-2"), kind="compute", factor=2.1, since_step=83)
     outdated = SlowHost(host=HostName("host-1"), kind="input", factor=1.5, since_step=12)
     hosts = tuple(
-        msgspec.structs.replace(
+        change_fields(
             REPORT.hosts[0],
             host=HostName(name),
             is_draining=False,
             standby=None,
-            worker=WorkerStatus(incarnation=Incarnation(3), pid=1, report=WorkerReport(slow_hosts=(slow,))),
+            worker=WorkerStatus(
+                incarnation=Incarnation(3),
+                pid=1,
+                report=WorkerReport(findings=WorkerFindings(slow_hosts=(slow,))),
+            ),
         )
         for name, slow in (("host-1", found), ("host-2", outdated))
     )
@@ -294,7 +310,7 @@ def test_the_last_decision_about_slow_hosts_is_shown_beside_that_about_members()
     slow = RecoveryDecision(
         action=RecoveryAction.KEEP, number=number, reason="host-2 is slow", slow=HostName("host-2")
     )
-    generation = msgspec.structs.replace(TRAINING, decision=members, slowness=SlownessRecord(decision=slow))
+    generation = change_fields(TRAINING, decision=members, slowness=SlownessRecord(decision=slow))
     shown = io.StringIO()
     report = msgspec.structs.replace(REPORT, generation=generation)
     status.print_report(Console(file=shown, width=400), report)

@@ -3,18 +3,18 @@
 import dataclasses
 import itertools
 
-import msgspec
 import pytest
 
 from resilient_jax.cluster.decision_log import NOTE_OF_UNSAVED, DecisionLog
 from resilient_jax.membership.facts import MembershipState
-from resilient_jax.protocol.records import WorkerFailure, WorkerFailureKind
+from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind
 from resilient_jax.telemetry.event_log import EventLog
 from tests.support.membership_job import training
 
 
 def with_progress(state: MembershipState, progress: int) -> MembershipState:
-    return dataclasses.replace(state, generation=msgspec.structs.replace(state.generation, progress=progress))
+    return dataclasses.replace(state, generation=change_fields(state.generation, progress=progress))
 
 
 @pytest.mark.parametrize("saves", [False, True])

@@ -27,16 +27,18 @@ from resilient_jax.cluster.generation_orders import (
 )
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import (
+    FailedAttempts,
     Generation,
     GenerationPhase,
     JobOutcome,
     JobOutcomeKind,
     Member,
-    WorkerReport,
-    WorkerState,
+    Membership,
+    PlannedBoundary,
 )
 from resilient_jax.protocol.worker_messages import Pause, Quiesce, TakeStacks
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 
 HOST = HostName("a")
 ME = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
@@ -67,9 +69,8 @@ class Agent:
         generation = Generation(
             number=GenerationNumber(number),
             phase=phase,
-            members=members,
-            newcomers=newcomers,
-            boundary_step=3 if phase is GenerationPhase.BOUNDARY else None,
+            membership=Membership(members=members, newcomers=newcomers),
+            planned=PlannedBoundary(boundary_step=3 if phase is GenerationPhase.BOUNDARY else None),
         )
         commands = self.tell(GenerationRead(generation))
         return [c for c in commands if not type(c).__name__.startswith(("SetUrgency", "StopOther"))]
@@ -101,7 +102,10 @@ def test_stacks_are_kept_once_of_every_worker_before_it_unwinds(state: WorkerSta
     agent = Agent()
     agent.report(state)
     generation = Generation(
-        number=GenerationNumber(2), phase=GenerationPhase.QUIESCE, members=(ME, OTHER), hang="b hangs"
+        number=GenerationNumber(2),
+        phase=GenerationPhase.QUIESCE,
+        membership=Membership(members=(ME, OTHER)),
+        failures=FailedAttempts(hang="b hangs"),
     )
     assert kinds(agent.tell(GenerationRead(generation)))[-2:] == [TakeStacks, Quiesce]
     assert TakeStacks not in kinds(agent.tell(GenerationRead(generation)))
@@ -143,7 +147,11 @@ def test_the_successor_of_a_worker_that_did_not_stop_is_spared():
 def test_a_member_of_a_void_generation_gets_no_order_of_a_member():
     agent = Agent()
     agent.tell(
-        RegistrationBegan(Generation(number=GenerationNumber(2), phase=GenerationPhase.PAUSE, members=(ME,)))
+        RegistrationBegan(
+            Generation(
+                number=GenerationNumber(2), phase=GenerationPhase.PAUSE, membership=Membership(members=(ME,))
+            )
+        )
     )
     assert kinds(agent.read(2, GenerationPhase.PAUSE, ME)) == [Quiesce]
     assert kinds(agent.read(3, GenerationPhase.PAUSE, ME)) == [Pause]

@@ -6,7 +6,8 @@ import pytest
 from resilient_jax.cluster.generation_orders import list_given_up_seats
 from resilient_jax.ids import HostName, WorldId
 from resilient_jax.membership.machine import HostLeft
-from resilient_jax.protocol.records import Generation, GenerationPhase
+from resilient_jax.protocol.generation import Generation, GenerationPhase
+from resilient_jax.protocol.record_parts import change_fields
 from tests.support.membership_job import training
 
 
@@ -39,23 +40,26 @@ def test_a_member_that_leaves_between_two_steps_is_not_given_up() -> None:
     job.change("c", is_draining=True)
     paused = job.generation
     assert (paused.phase, follow(before, paused)) == (GenerationPhase.PAUSE, [])
-    formed = msgspec.structs.replace(paused, phase=GenerationPhase.FORM, members=paused.members[:2])
+    formed = change_fields(paused, phase=GenerationPhase.FORM, members=paused.membership.members[:2])
     assert follow(paused, formed) == []
 
 
 def test_a_seat_that_another_worker_has_taken_is_left_alone() -> None:
     before = training("a", "b", "c").generation
-    later = msgspec.structs.replace(before, number=before.number + 1)
-    gone, *others = before.members
+    later = change_fields(before, number=before.number + 1)
+    gone, *others = before.membership.members
     back = msgspec.structs.replace(gone, incarnation=gone.incarnation + 1)
-    assert follow(before, msgspec.structs.replace(later, members=(back, *others))) == []
-    assert follow(before, msgspec.structs.replace(later, members=tuple(others), newcomers=(back,))) == []
+    assert follow(before, change_fields(later, members=(back, *others))) == []
+    assert follow(before, change_fields(later, members=tuple(others), newcomers=(back,))) == []
 
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_new_world_has_none_of_the_old_seats(step: int) -> None:
     before = training("a", "b", "c").generation
-    after = msgspec.structs.replace(
-        before, number=before.number + 1, world=WorldId(before.world + step), members=before.members[:2]
+    after = change_fields(
+        before,
+        number=before.number + 1,
+        world=WorldId(before.membership.world + step),
+        members=before.membership.members[:2],
     )
     assert follow(before, after) == ([] if step else [2])

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from resilient_jax.cluster.agent_context import AgentContext
@@ -13,14 +12,17 @@ from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.leader import Leader
 from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import quarantine_host, read_quarantine
-from resilient_jax.cluster.stored_records import ENCODER, decode_generation, decode_leader_record
+from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision, WorldId
 from resilient_jax.membership.config import MembershipConfig
 from resilient_jax.membership.job_start import is_interrupted
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, JobOutcomeKind
+from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcomeKind
+from resilient_jax.protocol.host_status import HostStatus
+from resilient_jax.protocol.leader_record import LeaderRecord
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key, make_leader_key
 from resilient_jax.store.interface import NO_LEASE, DeleteOp, KeyValue, PutEvent, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -61,7 +63,7 @@ class Hosts:
             async for batch in batches:
                 for event in batch:
                     if isinstance(event, PutEvent):
-                        await self._answer(decode_generation(event.key_value))
+                        await self._answer(decode_record(event.key_value, Generation))
 
     async def serve(self, host: HostName, asked: StartCoordinationService) -> None:
         """Have a host run a coordination service."""
@@ -69,7 +71,7 @@ class Hosts:
 
     async def notify(self, host: HostName) -> None:
         """Have a host get a notice to leave."""
-        await self._write(msgspec.structs.replace(self._statuses[host], is_draining=True))
+        await self._write(change_fields(self._statuses[host], is_draining=True))
 
     async def end(self, host: HostName) -> None:
         """Have a host be gone."""
@@ -178,7 +180,7 @@ def test_a_leader_that_was_deposed_without_notice_writes_nothing(is_deposed: boo
             leading = old.campaign(lease)
             await asyncio.sleep(SETTLED_S)
             before = await read_record(store, GENERATION_KEY)
-            assert decode_generation(before).phase is GenerationPhase.ACTIVE
+            assert decode_record(before, Generation).phase is GenerationPhase.ACTIVE
             if is_deposed:
                 await depose(store, other)
             await hosts.end(make_host_name(2))
@@ -202,16 +204,19 @@ def test_the_next_leader_goes_on_from_what_is_stored_and_no_number_is_given_twic
             leading = [old.campaign(lease), new.campaign(other)]
             await asyncio.sleep(SETTLED_S)
             assert (old.count(EventKind.LEADER_ELECTED), new.count(EventKind.LEADER_ELECTED)) == (1, 0)
-            before = decode_generation(await read_record(store, GENERATION_KEY))
+            before = decode_record(await read_record(store, GENERATION_KEY), Generation)
             leading[0].cancel()
             await store.revoke(lease)
             await hosts.end(make_host_name(0))
             await asyncio.sleep(SETTLED_S)
-            after = decode_generation(await read_record(store, GENERATION_KEY))
+            after = decode_record(await read_record(store, GENERATION_KEY), Generation)
             assert new.count(EventKind.LEADER_ELECTED) == 1
             assert after.phase is GenerationPhase.ACTIVE
             assert after.number > before.number
-            assert {member.host for member in after.members} == {make_host_name(1), make_host_name(2)}
+            assert {member.host for member in after.membership.members} == {
+                make_host_name(1),
+                make_host_name(2),
+            }
             leading[1].cancel()
             answering.cancel()
 
@@ -246,7 +251,7 @@ def test_a_leader_with_a_notice_resigns_to_a_host_that_stays_before_it_decides_a
             old.is_leaving = True
             await hosts.notify(make_host_name(0))
             await asyncio.sleep(SETTLED_S)
-            assert decode_leader_record(await read_record(store, LEADER_KEY)).host == make_host_name(1)
+            assert decode_record(await read_record(store, LEADER_KEY), LeaderRecord).host == make_host_name(1)
             assert (old.count(EventKind.LEADER_ELECTED), old.count(EventKind.LEADER_RESIGNED)) == (1, 1)
             after = await read_record(store, GENERATION_KEY)
             assert after.mod_revision > before.mod_revision
@@ -257,8 +262,8 @@ def test_a_leader_with_a_notice_resigns_to_a_host_that_stays_before_it_decides_a
             await hosts.end(make_host_name(2))
             await hosts.notify(make_host_name(1))
             await asyncio.sleep(SETTLED_S)
-            assert decode_leader_record(await read_record(store, LEADER_KEY)).host
-            ended = decode_generation(await read_record(store, GENERATION_KEY))
+            assert decode_record(await read_record(store, LEADER_KEY), LeaderRecord).host
+            ended = decode_record(await read_record(store, GENERATION_KEY), Generation)
             assert ended.outcome is not None
             assert ended.outcome.kind is JobOutcomeKind.INTERRUPTED
             for task in (*leading, answering):
@@ -278,15 +283,18 @@ def test_a_leader_in_quarantine_resigns_and_leads_again_only_after_it_or_alone()
             await asyncio.sleep(SETTLED_S)
 
             async def find_leader() -> HostName:
-                return decode_leader_record(await read_record(store, LEADER_KEY)).host
+                return decode_record(await read_record(store, LEADER_KEY), LeaderRecord).host
 
             assert await find_leader() == make_host_name(0)
             await quarantine_host(old.context, make_host_name(0), "host-0 and host-1 cannot reach each other")
             await asyncio.sleep(SETTLED_S)
             assert await find_leader() == make_host_name(1)
             assert (old.count(EventKind.LEADER_ELECTED), old.count(EventKind.LEADER_RESIGNED)) == (1, 1)
-            generation = decode_generation(await read_record(store, GENERATION_KEY))
-            assert {member.host for member in generation.members} == {make_host_name(1), make_host_name(2)}
+            generation = decode_record(await read_record(store, GENERATION_KEY), Generation)
+            assert {member.host for member in generation.membership.members} == {
+                make_host_name(1),
+                make_host_name(2),
+            }
             # Nobody else is there: it leads, as a job without a leader would end.
             leading[1].cancel()
             for index in (1, 2):
@@ -310,12 +318,12 @@ def test_a_job_that_was_interrupted_begins_anew_with_the_hosts_that_start_after_
                 lease = await store.grant(LONG_S)
                 leading = Candidate(store, clock, hosts, 0).campaign(lease)
                 await asyncio.sleep(SETTLED_S)
-                active = decode_generation(await read_record(store, GENERATION_KEY))
-                assert (active.phase, len(active.members)) == (GenerationPhase.ACTIVE, 3)
+                active = decode_record(await read_record(store, GENERATION_KEY), Generation)
+                assert (active.phase, len(active.membership.members)) == (GenerationPhase.ACTIVE, 3)
                 for index in range(3):
                     await hosts.notify(make_host_name(index))
                 await asyncio.sleep(SETTLED_S)
-                ended = decode_generation(await read_record(store, GENERATION_KEY))
+                ended = decode_record(await read_record(store, GENERATION_KEY), Generation)
                 assert ended.outcome is not None
                 assert ended.outcome.kind is JobOutcomeKind.INTERRUPTED
                 numbers += [active.number, ended.number]

@@ -23,7 +23,7 @@ from resilient_jax.cluster.run_directory import (
     write_ended_job,
 )
 from resilient_jax.errors import CallerError, ConfigError, LogUnwritable
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 
 OURS = JobContact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
 THEIRS = JobContact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)

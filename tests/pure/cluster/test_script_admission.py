@@ -15,7 +15,7 @@ from resilient_jax.cluster.stored_records import ENCODER
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import ExitCode, LogUnwritable, ScriptRefused
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.store.memory import MemoryStore
 from tests.support.agent_parts import JOB, make_agent_settings
@@ -43,10 +43,7 @@ class Host:
     async def publish(self) -> None:
         status = HostStatus(
             host=self.name,
-            agent_id=self.agent_id,
-            agent_pid=1,
-            address="here",
-            versions=self.settings.versions,
+            agent=AgentStatus(id=self.agent_id, pid=1, address="here", versions=self.settings.versions),
             program=self.admission.program,
         )
         await self.store.put(make_host_key(JOB, self.name), ENCODER.encode(status))

@@ -20,26 +20,31 @@ from resilient_jax.cluster.standby_orders import (
 )
 from resilient_jax.cluster.worker_view import WorkerView
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
-from resilient_jax.protocol.records import (
+from resilient_jax.protocol.generation import (
     Generation,
     GenerationPhase,
     JobOutcome,
     JobOutcomeKind,
     Member,
+    Membership,
+    PlannedBoundary,
     SeatId,
+)
+from resilient_jax.protocol.worker_messages import Quiesce
+from resilient_jax.protocol.worker_report import (
     WorkerFailure,
     WorkerFailureKind,
     WorkerReport,
     WorkerState,
+    WorldPlace,
 )
-from resilient_jax.protocol.worker_messages import Quiesce
 
 HOST = HostName("a")
 ME = Member(host=HOST, incarnation=Incarnation(1), seat=Seat(0))
 OTHER = Member(host=HostName("b"), incarnation=Incarnation(1), seat=Seat(1))
 STANDBY = Member(host=HOST, incarnation=Incarnation(2), seat=Seat(2))
 WORLD = WorldId(1)
-SEATED = WorkerReport(state=WorkerState.IDLE, world=WORLD, seat=SeatId(WORLD, STANDBY.seat))
+SEATED = WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=WORLD, seat=SeatId(WORLD, STANDBY.seat)))
 TRAINING = WorkerView(incarnation=ME.incarnation, report=WorkerReport(state=WorkerState.RUNNING))
 DEAD = WorkerView(incarnation=ME.incarnation, report=TRAINING.report, is_dying=True)
 CONFIG = OrdersConfig(host=HOST, quiesce_timeout_s=5.0)
@@ -50,10 +55,10 @@ def make_generation(number: int, phase: GenerationPhase, *, is_given_seat: bool 
     return Generation(
         number=GenerationNumber(number),
         phase=phase,
-        world=WORLD,
-        members=(ME, OTHER),
-        newcomers=(STANDBY,) if is_given_seat else (),
-        boundary_step=3 if phase is GenerationPhase.BOUNDARY else None,
+        membership=Membership(
+            world=WORLD, members=(ME, OTHER), newcomers=(STANDBY,) if is_given_seat else ()
+        ),
+        planned=PlannedBoundary(boundary_step=3 if phase is GenerationPhase.BOUNDARY else None),
         outcome=JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0)
         if phase is GenerationPhase.FINISHED
         else None,
@@ -98,17 +103,21 @@ def test_a_standby_ends_with_the_job_or_when_its_host_leaves():
 
 def test_a_standby_that_could_not_take_its_seat_is_of_no_use():
     state = OrdersState(generation=make_generation(2, GenerationPhase.ACTIVE))
-    tried = WorkerReport(state=WorkerState.IDLE, world=None, seat=SEATED.seat)
+    tried = WorkerReport(state=WorkerState.IDLE, place=WorldPlace(world=None, seat=SEATED.place.seat))
     assert tell(WorkerChanged(), state, standby=view_standby(report=tried)) == [
         FailStandby("it could not take its seat")
     ]
-    for report in (SEATED, WorkerReport(state=WorkerState.PREPARING, seat=SEATED.seat), WorkerReport()):
+    for report in (
+        SEATED,
+        WorkerReport(state=WorkerState.PREPARING, place=WorldPlace(seat=SEATED.place.seat)),
+        WorkerReport(),
+    ):
         assert tell(WorkerChanged(), state, standby=view_standby(report=report)) == []
 
 
 @pytest.mark.parametrize("state", [WorkerState.IDLE, WorkerState.PREPARING])
 def test_a_standby_takes_over_as_soon_as_the_worker_is_dying(state: WorkerState):
-    report = WorkerReport(state=state, seat=SEATED.seat)
+    report = WorkerReport(state=state, place=WorldPlace(seat=SEATED.place.seat))
     assert tell(WorkerChanged(), worker=DEAD, standby=view_standby(report=report)) == [TakeOver()]
     assert tell(WorkerChanged(), worker=TRAINING, standby=view_standby(report=SEATED)) == []
 

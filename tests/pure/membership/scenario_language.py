@@ -39,24 +39,20 @@ from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.spare_hosts import list_unseated
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
-    HostStatus,
-    Member,
-    SeatId,
-    StandbyState,
-    StandbyStatus,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
+from resilient_jax.protocol.host_status import HostStatus, StandbyState, StandbyStatus, WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields, find_parts, find_types, read_field
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook, StatePart
+from resilient_jax.protocol.worker_report import (
+    StateDoubt,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerReport,
+    WorkerState,
+)
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 from tests.support.membership_job import (
     Job,
@@ -228,7 +224,7 @@ class Player:
 
 
 def _list_decisions(generation: Generation) -> tuple[RecoveryDecision | None, RecoveryDecision | None]:
-    return generation.decision, generation.slowness.decision
+    return generation.record.decision, generation.record.slowness.decision
 
 
 def _record(job: Job, act: Callable[[Job], object]) -> list[MembershipCommand]:
@@ -249,15 +245,18 @@ def describe_change(before: Generation | None, generation: Generation) -> list[s
     """Return what is new in a generation, in the order of its fields."""
     said = [f"generation {generation.number} {generation.phase}"]
     if generation.phase is GenerationPhase.FORM:
-        said[0] += f" ({generation.change}, world {generation.world})"
+        said[0] += f" ({generation.membership.change}, world {generation.membership.world})"
     decided = {decision.reason for decision in _list_decisions(generation) if decision is not None}
-    for field in msgspec.structs.fields(Generation):
-        name, value = field.name, getattr(generation, field.name)
-        old = getattr(before, name) if before is not None else field.default
+    nothing = Generation(number=GenerationNumber(0), phase=GenerationPhase.QUIESCE)
+    assert sorted(SAID.split()) == sorted(find_types(Generation)), (
+        "each field of a generation is said in an order"
+    )
+    for name in SAID.split():
+        value, old = read_field(generation, name), read_field(before or nothing, name)
         if value == old or name in HIDDEN or (name == "reason" and value in decided):
             continue
         if name == "slowness":
-            said += _describe_slowness(SlownessRecord() if before is None else before.slowness, value)
+            said += _describe_slowness(SlownessRecord() if before is None else before.record.slowness, value)
         else:
             said.append(DESCRIBED.get(name, _describe_plainly(name))(value))
     return _wrap("; ".join(said))
@@ -267,6 +266,14 @@ def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
+SAID: Final = """
+    number phase change world num_seats next_seat members max_members stage_hosts earlier_stage_hosts plan_axes
+    plan_constants newcomers spares service_address step boundary_step ends_job parts_stay next_members sources
+    receivers is_state_in_parts snapshot state_loss trusted_step unreadable_snapshots void_snapshots
+    dropped_workers progress losses_left keeps_workers protection initial_generation attempts are_parts_doubtful
+    failed_host suspects taken_out separated failure_text raised reason hang decision history slowness outcome
+"""
+"""The fields of a generation, in the order in which what is new is said."""
 HIDDEN: Final = frozenset({"number", "phase", "change", "world", "history", "service_address", "protection"})
 """Said with the phase; shown by `show`; or known from `serves`."""
 
@@ -386,7 +393,7 @@ def _describe_slowness(old: SlownessRecord, record: SlownessRecord) -> list[str]
 
 
 def _show_history(job: Job) -> list[str]:
-    history: JobHistory = job.generation.history
+    history: JobHistory = job.generation.record.history
     lines = [f"watched {history.observed_s:g} s, {history.failures} failures, {history.step_s:.3g} s a step"]
     for loss in history.host_losses:
         back = f", back {loss.num_returns} times after {loss.return_s:.3g} s" if loss.num_returns else ""
@@ -406,7 +413,7 @@ def _say_redundancy(found: Any) -> str:
 
 
 def _show_protection(job: Job) -> list[str]:
-    found = job.generation.protection
+    found = job.generation.state.protection
     when = "from the first commit on" if found.from_first_commit else "after some steps"
     return [f"protected {when}; the next failure in {found.next_failure_s:.4g} s"]
 
@@ -462,7 +469,9 @@ def _read_failure(text: str) -> WorkerFailure | None:
     kind, _, words = text.partition(":")
     said, _, trusted = words.partition(":trusted=")
     return WorkerFailure(
-        kind=WorkerFailureKind(kind), text=said, trusted_step=int(trusted) if trusted else None
+        kind=WorkerFailureKind(kind),
+        text=said,
+        doubt=StateDoubt(trusted_step=int(trusted) if trusted else None),
     )
 
 
@@ -546,7 +555,7 @@ SPECIAL: Final[Mapping[str, Callable[[str], Any]]] = {
 
 
 def _read_fields(kind: type[msgspec.Struct], values: Mapping[str, str]) -> dict[str, Any]:
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = {*kind.__struct_fields__, *find_parts(kind)}
     assert values.keys() <= known, f"{values.keys() - known}: no such field of {kind.__name__}"
     return {name: SPECIAL.get(name, _read)(text) for name, text in values.items()}
 
@@ -593,7 +602,9 @@ def _restart(job: Job, names: list[str], values: Values) -> None:
     report |= _read_fields(WorkerReport, {key: text for key, text in values.items() if key != "incarnation"})
     for name in names:
         worker = WorkerStatus(
-            incarnation=Incarnation(int(values.get("incarnation", 2))), pid=2, report=WorkerReport(**report)
+            incarnation=Incarnation(int(values.get("incarnation", 2))),
+            pid=2,
+            report=change_fields(WorkerReport(), **report),
         )
         job.change(name, worker=worker)
 
@@ -645,11 +656,11 @@ def _stand_by(job: Job, names: list[str], values: Values) -> None:
         report: dict[str, Any] = {"state": WorkerState.IDLE}
         report |= _read_fields(WorkerReport, {key: one for key, one in values.items() if one != "given"})
         if values.get("seat") == "given":
-            newcomer = job.generation.find_newcomer(HostName(name), STANDBY)
+            newcomer = job.generation.membership.find_newcomer(HostName(name), STANDBY)
             assert newcomer is not None, f"the standby of {name} has no seat"
-            report["seat"] = SeatId(job.generation.world, newcomer.seat)
-            report["world"] = job.generation.world if report["state"] is WorkerState.IDLE else None
-        worker = WorkerStatus(incarnation=STANDBY, pid=9, report=WorkerReport(**report))
+            report["seat"] = SeatId(job.generation.membership.world, newcomer.seat)
+            report["world"] = job.generation.membership.world if report["state"] is WorkerState.IDLE else None
+        worker = WorkerStatus(incarnation=STANDBY, pid=9, report=change_fields(WorkerReport(), **report))
         job.change(name, standby=StandbyStatus(state=StandbyState.STARTING, pid=9, worker=worker))
 
 
@@ -755,12 +766,12 @@ def _know(job: Job, names: list[str], values: Values) -> None:
     step_s = known.pop("step", None)
     know(job, **known)
     if step_s is not None:
-        _set_history(job, msgspec.structs.replace(job.generation.history, step_s=step_s))
+        _set_history(job, msgspec.structs.replace(job.generation.record.history, step_s=step_s))
 
 
 def _remember(job: Job, names: list[str], values: Values) -> None:
     """`remembers c cause=worker back=8`: c was lost before by its worker's death, and was back after 8 s."""
-    history = job.generation.history
+    history = job.generation.record.history
     for name in names:
         cause = LossCause(values["cause"])
         history = count_losses(history, {HostName(name): cause}, job.generation.number)
@@ -770,7 +781,7 @@ def _remember(job: Job, names: list[str], values: Values) -> None:
 
 
 def _set_history(job: Job, history: JobHistory) -> None:
-    generation = msgspec.structs.replace(job.generation, history=history)
+    generation = change_fields(job.generation, history=history)
     job.state = dataclasses.replace(job.state, generation=generation)
 
 

@@ -70,25 +70,25 @@ from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
-from resilient_jax.protocol.reachability import ReachReport
-from resilient_jax.protocol.records import (
-    CoordinationServiceStatus,
+from resilient_jax.protocol.generation import (
     Generation,
     GenerationPhase,
-    HostStatus,
     JobOutcome,
     JobOutcomeKind,
     Member,
     SeatId,
-    StandbyState,
-    StandbyStatus,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
     WorldChange,
 )
+from resilient_jax.protocol.host_status import (
+    AgentStatus,
+    CoordinationServiceStatus,
+    DevicesStatus,
+    HostStatus,
+    StandbyState,
+    StandbyStatus,
+    WorkerStatus,
+)
+from resilient_jax.protocol.reachability import ReachReport
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import (
@@ -113,6 +113,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerReported,
 )
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 from resilient_jax.protocol.worker_tasks import OverdueTask, WorkerTask
 from resilient_jax.store.interface import (
     Compare,
@@ -220,12 +221,12 @@ class Worker:
         self.apply((protocol, answers))
         if isinstance(order, FormWorld):
             self.generation, self.begun = order.generation, self.step
-            if order.generation.change is WorldChange.REFORM:
+            if order.generation.membership.change is WorldChange.REFORM:
                 self.apply(worker_protocol.report_world(self.protocol, None))
         return order
 
     def end_preparing(self, *, is_seated: bool) -> None:
-        seat = self.report.seat
+        seat = self.report.place.seat
         assert seat is not None
         world = seat.world if is_seated else None
         self.apply(worker_protocol.report_seat(self.protocol, world, None))
@@ -325,10 +326,7 @@ class Host:
         generation = self.orders.generation
         return HostStatus(
             host=self.name,
-            agent_id=self.name,
-            agent_pid=1,
-            address=self.name,
-            versions=VERSIONS,
+            agent=AgentStatus(id=self.name, pid=1, address=self.name, versions=VERSIONS),
             is_draining=self.draining,
             generation=generation.number if generation is not None else GenerationNumber(0),
             is_spare=self.is_spare,
@@ -340,7 +338,7 @@ class Host:
             snapshot_server=SnapshotServerStatus(endpoint=f"{self.name}:snapshots", pid=1),
             snapshots=self.snapshots,
             reach=self.reach,
-            num_devices=2,
+            devices=DevicesStatus(num_devices=2),
         )
 
 
@@ -385,9 +383,9 @@ class Cluster:
         now = self.generation
         if now is None or now.phase is not GenerationPhase.ACTIVE:
             return False
-        workers = [self.workers[m.host, m.incarnation] for m in now.members]
+        workers = [self.workers[m.host, m.incarnation] for m in now.membership.members]
         return len(workers) == self.config.num_hosts and all(
-            w.runs and w.report.has_finished_step and w.generation is not None for w in workers
+            w.runs and w.report.place.has_finished_step and w.generation is not None for w in workers
         )
 
     def are_all_others_training(self, pair: frozenset[HostName]) -> bool:
@@ -395,12 +393,12 @@ class Cluster:
         now = self.generation
         if now is None or now.phase is not GenerationPhase.ACTIVE:
             return False
-        hosts = {member.host for member in now.members}
-        workers = [self.workers[m.host, m.incarnation] for m in now.members]
+        hosts = {member.host for member in now.membership.members}
+        workers = [self.workers[m.host, m.incarnation] for m in now.membership.members]
         return (
             hosts >= set(NAMES) - pair
             and len(hosts & pair) == 1
-            and all(w.runs and w.report.has_finished_step and w.generation is not None for w in workers)
+            and all(w.runs and w.report.place.has_finished_step and w.generation is not None for w in workers)
         )
 
     # Possible actions, (weight, action): those of the shells, then time, then faults.
@@ -419,7 +417,9 @@ class Cluster:
         status = look_at(worker, host.seen)
         if host.standby is not None:
             yield from self.standby_moves(host, host.standby)
-        elif self.has_standbys and worker.runs and worker.generation and worker.report.has_finished_step:
+        elif (
+            self.has_standbys and worker.runs and worker.generation and worker.report.place.has_finished_step
+        ):
             yield 1, lambda: self.start_standby(host)
         if worker.outbox:
             yield 2, lambda: self.hear(host)
@@ -500,7 +500,7 @@ class Cluster:
             return
         if worker.protocol.is_interrupted:
             yield 3, worker.go_idle
-        elif not worker.report.has_formed:
+        elif not worker.report.place.has_formed:
             if self.can_form(worker, generation):
                 yield 4, lambda: self.form(worker, generation)
         else:
@@ -518,16 +518,19 @@ class Cluster:
             return
         arrived = self.arrived[generation.number]
         has_result = not self.is_cut(generation) and all(
-            arrived.get(m.host, 0) >= worker.begun for m in generation.members
+            arrived.get(m.host, 0) >= worker.begun for m in generation.membership.members
         )
         if has_result:
             yield 2, lambda: self.commit(worker)
         elif worker.report.overdue is None and (
             self.is_cut(generation)
-            or any(self.workers[m.host, m.incarnation].hung for m in generation.members)
+            or any(self.workers[m.host, m.incarnation].hung for m in generation.membership.members)
         ):
             yield 1, lambda: worker.report_overdue(WorkerTask.SUM)
-        if any(self.breaks_collective(m, generation, has_result=has_result) for m in generation.members):
+        if any(
+            self.breaks_collective(m, generation, has_result=has_result)
+            for m in generation.membership.members
+        ):
             yield (
                 2,
                 lambda: worker.go_idle(
@@ -602,7 +605,12 @@ class Cluster:
             return
         yield 2, lambda: self.kill(worker)
         yield 2 if worker.stopped else 1, lambda: self.stop_or_continue(worker)
-        if worker.runs and not worker.hung and worker.report.has_formed and worker.generation is not None:
+        if (
+            worker.runs
+            and not worker.hung
+            and worker.report.place.has_formed
+            and worker.generation is not None
+        ):
             failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="out of luck")
             yield 1, lambda: worker.go_idle(failure=failure)
             yield 1, worker.hang
@@ -614,7 +622,7 @@ class Cluster:
     def report_slow(self, worker: Worker) -> None:
         """Have a worker report that the host after its own is slow, or any other one that comes to the same place."""
         assert worker.generation is not None
-        members = worker.generation.members
+        members = worker.generation.membership.members
         slow = members[(worker.step + 1) % len(members)].host
         found = SlowHost(host=slow, kind="compute", factor=2.0, since_step=100 * worker.step)
         slowdown = Slowdown(
@@ -634,7 +642,7 @@ class Cluster:
 
     def is_cut(self, generation: Generation) -> bool:
         """Return whether two members cannot reach each other."""
-        hosts = {member.host for member in generation.members}
+        hosts = {member.host for member in generation.membership.members}
         return any(pair <= hosts for pair in self.cut)
 
     def look_around(self, host: Host) -> ReachReport | None:
@@ -642,7 +650,7 @@ class Cluster:
         generation = host.orders.generation
         if generation is None or not must_look(generation, host.name, host.seen.report, ENDLESS):
             return None if host.reach is None or host.reach.unreached else host.reach
-        others = [self.hosts[m.host] for m in generation.members if m.host != host.name]
+        others = [self.hosts[m.host] for m in generation.membership.members if m.host != host.name]
         cut = [other for other in others if frozenset((host.name, other.name)) in self.cut]
         return ReachReport(
             generation=generation.number,
@@ -735,7 +743,9 @@ class Cluster:
         known = host.orders.generation
         if known is None:
             return False
-        member = known.find_member(host.name) if known.number != host.orders.void_generation else None
+        member = (
+            known.membership.find_member(host.name) if known.number != host.orders.void_generation else None
+        )
         return member is None or member.incarnation != host.worker.incarnation
 
     def start_standby(self, host: Host) -> None:
@@ -939,38 +949,42 @@ class Cluster:
     def enter(self, worker: Worker) -> None:
         me = (worker.host, worker.incarnation)
         generation = worker.take_order().generation
-        assert me in {(m.host, m.incarnation) for m in generation.members}, "a worker that trains is a member"
+        assert me in {(m.host, m.incarnation) for m in generation.membership.members}, (
+            "a worker that trains is a member"
+        )
         for later, _ in self.written:
-            seated = any((m.host, m.incarnation) == me for m in later.members)
+            seated = any((m.host, m.incarnation) == me for m in later.membership.members)
             if later.phase is GenerationPhase.FORM and later.number > generation.number:
                 assert not seated, f"{worker.host} enters an older generation than one it is a member of"
         self.entered[generation.number].add(worker.host)
-        members = (self.workers[m.host, m.incarnation] for m in generation.members)
+        members = (self.workers[m.host, m.incarnation] for m in generation.membership.members)
         if all(w.runs and w.generation == generation for w in members):
             self.complete.add(generation.number)
 
     def can_form(self, worker: Worker, generation: Generation) -> bool:
-        if worker.host in generation.receivers and not any(
+        if worker.host in generation.state.receivers and not any(
             source.host in self.entered[generation.number] and self.hosts[source.host].worker.runs
-            for source in generation.sources
+            for source in generation.state.sources
         ):
             return False
-        return generation.change is not WorldChange.REFORM or (
+        return generation.membership.change is not WorldChange.REFORM or (
             generation.number in self.complete and not self.is_cut(generation)
         )
 
     def form(self, worker: Worker, generation: Generation) -> None:
-        if worker.host in generation.receivers or generation.snapshot is not None:
-            worker.held = generation.step
-        elif not generation.sources:
+        if worker.host in generation.state.receivers or generation.state.snapshot is not None:
+            worker.held = generation.state.step
+        elif not generation.state.sources:
             worker.held = None
-        assert worker.step == generation.step, "all go on from the same step"
+        assert worker.step == generation.state.step, "all go on from the same step"
         worker.begun = worker.step
-        (member,) = (m for m in generation.members if m.host == worker.host)
-        seat = SeatId(generation.world, member.seat)
-        if generation.change is not WorldChange.REFORM:
-            assert worker.report.world == generation.world, "a change in place stays in its world"
-            assert worker.report.seat == seat, "and in its seat"
+        (member,) = (m for m in generation.membership.members if m.host == worker.host)
+        seat = SeatId(generation.membership.world, member.seat)
+        if generation.membership.change is not WorldChange.REFORM:
+            assert worker.report.place.world == generation.membership.world, (
+                "a change in place stays in its world"
+            )
+            assert worker.report.place.seat == seat, "and in its seat"
         worker.apply(
             worker_protocol.report_formed(
                 worker.protocol, seat, worker.step, holds_state=worker.held is not None
@@ -1052,41 +1066,45 @@ class Cluster:
         if new.phase is GenerationPhase.FINISHED:
             assert new.outcome is not None
             if new.outcome.kind is JobOutcomeKind.INTERRUPTED:
-                hosts = [self.hosts[m.host] for m in old.members]
+                hosts = [self.hosts[m.host] for m in old.membership.members]
                 assert all(h.draining or not h.alive for h in hosts), "somebody could have gone on"
             return
         if new.number == old.number:
             assert (old.phase, new.phase) in FORWARD, f"{old.phase} -> {new.phase} under one number"
             if old.phase is GenerationPhase.QUIESCE and new.phase is old.phase:
-                assert new.decision is not None
-                assert new.decision.action is RecoveryAction.WAIT
-                assert new.members == old.members
+                assert new.record.decision is not None
+                assert new.record.decision.action is RecoveryAction.WAIT
+                assert new.membership.members == old.membership.members
             if old.phase in (GenerationPhase.PAUSE, GenerationPhase.FORM, GenerationPhase.ACTIVE):
-                assert new.members == old.members, "other members under the same number"
+                assert new.membership.members == old.membership.members, "other members under the same number"
         else:
             assert new.number == old.number + 1
             assert new.phase in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE), (
                 "a new number begins with an agreement to stop"
             )
-            assert set(new.members) <= set(old.members), "nobody joins by a quiesce"
+            assert set(new.membership.members) <= set(old.membership.members), "nobody joins by a quiesce"
         self.check_seats(new)
         if new.phase is GenerationPhase.FORM:
             self.check_form(old, new, term.machine.state.quarantined)
 
     def check_seats(self, new: Generation) -> None:
         """Check that no seat of a world is ever given to two workers."""
-        for member in (*new.members, *new.newcomers):
+        for member in (*new.membership.members, *new.membership.newcomers):
             who = (member.host, member.incarnation)
-            assert self.seats.setdefault((new.world, member.seat), who) == who, "a seat is taken twice"
-            assert member.seat < new.next_seat <= new.num_seats
+            assert self.seats.setdefault((new.membership.world, member.seat), who) == who, (
+                "a seat is taken twice"
+            )
+            assert member.seat < new.membership.next_seat <= new.membership.num_seats
 
     def check_form(self, old: Generation, new: Generation, quarantined: frozenset[HostName]) -> None:
         """Check that no worker trains or can begin to, and that all resume from the former members' newest step."""
-        assert new.members
-        assert len({m.seat for m in new.members}) == len({m.host for m in new.members})
-        assert len(new.members) == len({m.host for m in new.members})
-        before = {(m.host, m.incarnation) for m in old.members}
-        workers = {(m.host, m.incarnation): self.workers[m.host, m.incarnation] for m in new.members}
+        assert new.membership.members
+        assert len({m.seat for m in new.membership.members}) == len({m.host for m in new.membership.members})
+        assert len(new.membership.members) == len({m.host for m in new.membership.members})
+        before = {(m.host, m.incarnation) for m in old.membership.members}
+        workers = {
+            (m.host, m.incarnation): self.workers[m.host, m.incarnation] for m in new.membership.members
+        }
         for who, worker in workers.items():
             assert worker.generation is None, f"{worker.host} still trains in {worker.report.generation}"
             if worker.alive:
@@ -1095,21 +1113,21 @@ class Cluster:
                 assert worker.report.generation >= new.number, "a member has not acknowledged"
         kept = [w.held for who, w in workers.items() if who in before and w.held is not None]
         joined = [w.held for who, w in workers.items() if who not in before and w.held is not None]
-        assert new.step == max(kept or joined, default=0)
+        assert new.state.step == max(kept or joined, default=0)
         for who, worker in workers.items():
-            if who[0] not in new.receivers and new.sources:
-                assert worker.held == new.step, "whoever is not behind holds the state"
-        if new.change is WorldChange.REFORM:
-            assert {m.seat for m in new.members} == set(range(len(new.members)))
-        if new.change is WorldChange.GROW:
-            assert set(new.members) - set(old.members) <= set(old.newcomers)
+            if who[0] not in new.state.receivers and new.state.sources:
+                assert worker.held == new.state.step, "whoever is not behind holds the state"
+        if new.membership.change is WorldChange.REFORM:
+            assert {m.seat for m in new.membership.members} == set(range(len(new.membership.members)))
+        if new.membership.change is WorldChange.GROW:
+            assert set(new.membership.members) - set(old.membership.members) <= set(old.membership.newcomers)
 
     def check_kill(self, host: Host) -> None:
         """Check that no agent ends a worker that answers, and is the last to have the state, before it is copied."""
         worker = host.worker
         if not worker.runs or worker.hung or worker.held is None:
             return
-        if self.generation is None or not self.generation.progress:
+        if self.generation is None or not self.generation.record.progress:
             return  # the leader has not heard of the first commit: what it begins anew are steps of a moment
         others = [w for h in self.hosts.values() for w in (h.worker, h.standby) if w not in (worker, None)]
         has_copy = any(w.alive and w.held is not None for w in others if w is not None)
@@ -1126,7 +1144,7 @@ class Cluster:
         for host in self.hosts.values():
             worker = host.worker
             generation = worker.generation
-            if generation is None or not worker.runs or not worker.report.has_formed:
+            if generation is None or not worker.runs or not worker.report.place.has_formed:
                 continue
             if worker.protocol.is_interrupted:
                 continue
@@ -1139,7 +1157,7 @@ class Cluster:
         complete = [
             generation
             for generation, who in training
-            if who == {(m.host, m.incarnation) for m in generation.members}
+            if who == {(m.host, m.incarnation) for m in generation.membership.members}
         ]
         assert len(complete) <= 1, f"train at once: {[g.number for g in complete]}"
 
@@ -1147,15 +1165,15 @@ class Cluster:
         """Check a step that has just begun against what the leader may rely on, or has decided."""
         now = self.generation
         assert now is not None
-        member = now.find_member(worker.host)
+        member = now.membership.find_member(worker.host)
         if member is None or member.incarnation != worker.incarnation:
             return
         if now.phase is GenerationPhase.PAUSE and worker.report.generation == now.number:
             assert worker.report.earliest_stop_step is not None
             assert worker.begun <= worker.report.earliest_stop_step, "beyond the limit that it reported"
         if now.phase is GenerationPhase.BOUNDARY:
-            assert now.boundary_step is not None
-            assert worker.begun <= now.boundary_step, "beyond the boundary"
+            assert now.planned.boundary_step is not None
+            assert worker.begun <= now.planned.boundary_step, "beyond the boundary"
 
 
 class ReplacingCluster(Cluster):
@@ -1171,7 +1189,7 @@ class ReplacingCluster(Cluster):
         super().commit(worker)
         if worker.step < self.first_snapshot:
             return
-        members = tuple(sorted(m.host for m in generation.members))
+        members = tuple(sorted(m.host for m in generation.membership.members))
         made = SnapshotStatus(
             id=SnapshotId(worker.step, generation.number),
             phase=SnapshotPhase.COMPLETE,
@@ -1186,13 +1204,15 @@ class ReplacingCluster(Cluster):
 
     def check_form(self, old: Generation, new: Generation, quarantined: frozenset[HostName]) -> None:
         """Check that a world that was left by force passes no worker on to the next."""
-        if new.change is WorldChange.REFORM and not new.sources:
-            workers = [self.workers[m.host, m.incarnation] for m in new.members]
+        if new.membership.change is WorldChange.REFORM and not new.state.sources:
+            workers = [self.workers[m.host, m.incarnation] for m in new.membership.members]
             assert not [w for w in workers if w.generation is not None], "trains in another world"
-        if old.phase is GenerationPhase.QUIESCE and not old.members:
-            assert new.change is WorldChange.REFORM or set(new.members) <= set(old.newcomers)
-        if new.snapshot is not None:
-            assert new.step == new.snapshot.id.step
+        if old.phase is GenerationPhase.QUIESCE and not old.membership.members:
+            assert new.membership.change is WorldChange.REFORM or set(new.membership.members) <= set(
+                old.membership.newcomers
+            )
+        if new.state.snapshot is not None:
+            assert new.state.step == new.state.snapshot.id.step
 
 
 class LateSnapshotCluster(ReplacingCluster):
@@ -1213,24 +1233,29 @@ class SpareCluster(Cluster):
         now = self.generation
         if now is None or not self.do_all_train:
             return False
-        waiting = [h for h in self.hosts.values() if now.find_member(h.name) is None]
+        waiting = [h for h in self.hosts.values() if now.membership.find_member(h.name) is None]
         workers = [h.worker for h in waiting if h.registered and h.worker.runs]
-        tried = [w.report.seat is not None and w.report.seat.world == now.world for w in workers]
+        tried = [
+            w.report.place.seat is not None and w.report.place.seat.world == now.membership.world
+            for w in workers
+        ]
         is_ready = [w.report.state is WorkerState.IDLE and not w.inbox for w in workers]
         return (
-            len(workers) == len(waiting) and all(is_ready) and (now.next_seat == now.num_seats or all(tried))
+            len(workers) == len(waiting)
+            and all(is_ready)
+            and (now.membership.next_seat == now.membership.num_seats or all(tried))
         )
 
     def check_form(self, old: Generation, new: Generation, quarantined: frozenset[HostName]) -> None:
         """Check that there is a place for each member, and that no member has lost its own to another host."""
         super().check_form(old, new, quarantined)
-        assert new.max_members == self.config.num_hosts
+        assert new.membership.max_members == self.config.num_hosts
         leaving = {h.name for h in self.hosts.values() if h.draining} | quarantined
-        staying = {m for m in old.members if m.host not in leaving}
-        lasting = [m for m in new.members if self.workers[m.host, m.incarnation].runs]
-        assert len([m for m in lasting if not self.hosts[m.host].draining]) <= new.max_members
-        if new.change is not WorldChange.REFORM and old.phase is GenerationPhase.BOUNDARY:
-            assert staying <= set(new.members)
+        staying = {m for m in old.membership.members if m.host not in leaving}
+        lasting = [m for m in new.membership.members if self.workers[m.host, m.incarnation].runs]
+        assert len([m for m in lasting if not self.hosts[m.host].draining]) <= new.membership.max_members
+        if new.membership.change is not WorldChange.REFORM and old.phase is GenerationPhase.BOUNDARY:
+            assert staying <= set(new.membership.members)
 
 
 class ReplacingSpareCluster(SpareCluster, ReplacingCluster):
@@ -1251,7 +1276,8 @@ class RoomyCluster(Cluster):
     def is_whole(self) -> bool:
         """Return whether all hosts train together, and each has a standby that is ready in a seat of their world."""
         return self.do_all_train and all(
-            host.standby_seen is not None and host.standby_seen.report.world == self.generation.world
+            host.standby_seen is not None
+            and host.standby_seen.report.place.world == self.generation.membership.world
             for host in self.hosts.values()
             if self.generation is not None
         )
@@ -1286,6 +1312,6 @@ def view(seen: WorkerStatus) -> WorkerView:
 def order_into_world(generation: Generation, worker: Worker, *, is_newcomer: bool) -> FormWorld | TakeSeat:
     if not is_newcomer:
         return FormWorld(generation=generation, host=worker.host, relay_address="")
-    newcomer = generation.find_newcomer(worker.host, worker.incarnation)
+    newcomer = generation.membership.find_newcomer(worker.host, worker.incarnation)
     assert newcomer is not None
     return TakeSeat(generation=generation, host=worker.host, seat=newcomer.seat, relay_address="")

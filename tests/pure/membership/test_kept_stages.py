@@ -7,6 +7,7 @@ import msgspec
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
 from resilient_jax.ids import HostName
 from resilient_jax.membership import kept_stages, next_members
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.state_records import StageOutlook, StatePart
 from tests.support.membership_job import sharded, training
 
@@ -56,6 +57,6 @@ def test_no_stage_is_lost_with_nobody_or_beside_a_host_that_no_estimate_has():
 def test_hosts_before_are_noted_no_longer_than_a_record_may_be():
     job = sharded("abcd")
     groups = (tuple(map(HostName, "abc")),) * kept_stages.MAX_GROUPS
-    generation = msgspec.structs.replace(job.generation, earlier_stage_hosts=groups)
+    generation = change_fields(job.generation, earlier_stage_hosts=groups)
     found = kept_stages.list_groups(dataclasses.replace(job.state, generation=generation))
     assert found == (*groups[1:], tuple("abcd"))

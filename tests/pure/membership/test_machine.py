@@ -15,19 +15,11 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.membership import machine
 from resilient_jax.membership.machine import HostLeft, MembershipMachine, Tick
 from resilient_jax.membership.state_loss import StateLossPolicy
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-    SeatId,
-    StandbyState,
-    StandbyStatus,
-    WorkerFailure,
-    WorkerFailureKind,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import GenerationPhase, SeatId
+from resilient_jax.protocol.host_status import StandbyState, StandbyStatus, WorkerStatus
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotPhase
+from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKind, WorkerReport, WorkerState
 from tests.support.membership_job import Job, keep, server, sharded, snapshot, training
 
 NAMES = "abcde"
@@ -62,16 +54,18 @@ def answer(job: Job, name: str) -> None:
         case GenerationPhase.QUIESCE:
             job.report(name, state=WorkerState.IDLE, generation=generation.number, has_formed=False)
         case GenerationPhase.PAUSE:
-            step = job.worker_of(name).report.step + 1
+            step = job.worker_of(name).report.held.step + 1
             job.report(name, generation=generation.number, earliest_stop_step=step)
         case GenerationPhase.BOUNDARY:
-            job.report(name, state=WorkerState.IDLE, step=generation.boundary_step or 0, has_formed=False)
+            job.report(
+                name, state=WorkerState.IDLE, step=generation.planned.boundary_step or 0, has_formed=False
+            )
         case GenerationPhase.FORM if is_member:
             job.form(name)
         case GenerationPhase.ACTIVE if is_member:
             report = job.worker_of(name).report
             holds = not any(job.status(other).snapshots for other in NAMES)
-            job.report(name, step=report.step + 1, has_finished_step=True, holds_state=holds)
+            job.report(name, step=report.held.step + 1, has_finished_step=True, holds_state=holds)
         case _:
             pass
     if job.asked and not is_member:
@@ -107,8 +101,12 @@ def report_anything(job: Job, name: str, chance: random.Random) -> None:
     changes = [
         {"state": chance.choice(list(WorkerState))},
         {"generation": near},
-        {"world": chance.choice((None, generation.world))},
-        {"seat": SeatId(generation.world, type(generation.next_seat)(chance.randrange(8)))},
+        {"world": chance.choice((None, generation.membership.world))},
+        {
+            "seat": SeatId(
+                generation.membership.world, type(generation.membership.next_seat)(chance.randrange(8))
+            )
+        },
         {"step": chance.randrange(8)},
         {"holds_state": chance.random() < 0.5},
         {"snapshot": snapshot(chance.randrange(3, 6), NAMES).id},
@@ -150,7 +148,7 @@ def change_anything(job: Job, name: str, chance: random.Random) -> None:
         lambda: job.restart(name, incarnation),
         lambda: job.change(name, is_draining=chance.random() < 0.3),
         lambda: job.change(name, is_spare=chance.random() < 0.3),
-        lambda: job.change(name, step=(step := chance.randrange(9)), standby_devices=step % 3),
+        lambda: job.change(name, step=(step := chance.randrange(9)), num_standby=step % 3),
         lambda: job.change(name, num_devices=4, num_used=chance.randrange(4)),
         lambda: job.change(name, services=()),
         lambda: job.change(name, snapshot_server=chance.choice((None, server(name)))),
@@ -194,14 +192,14 @@ def test_a_snapshot_is_released_by_the_first_report_of_a_newer_one():
     job.form()
     for name in "acd":
         job.report(name, has_finished_step=True, step=6)
-    assert job.generation.snapshot is not None, "b's server has a part of it, and b does not train"
+    assert job.generation.state.snapshot is not None, "b's server has a part of it, and b does not train"
     newer = snapshot(6, "acd", generation=job.generation.number)
     keep(job, "acd", newer)
-    assert job.generation.snapshot is not None
-    before = job.generation.losses_left
+    assert job.generation.state.snapshot is not None
+    before = job.generation.record.losses_left
     keep(job, "a", msgspec.structs.replace(newer, phase=SnapshotPhase.COMMITTED))
-    assert job.generation.snapshot is None
-    assert job.generation.losses_left == before, "nothing else was to be recorded"
+    assert job.generation.state.snapshot is None
+    assert job.generation.record.losses_left == before, "nothing else was to be recorded"
 
 
 def count_applications(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> int:

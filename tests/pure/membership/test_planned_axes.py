@@ -18,16 +18,17 @@ from resilient_jax.membership.recovery_policy import (
     choose_after_loss,
 )
 from resilient_jax.membership.return_groups import ExpectedReturn
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
-from resilient_jax.protocol.records import (
-    Generation,
-    GenerationPhase,
+from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
+from resilient_jax.protocol.worker_report import (
     WorkerFailure,
     WorkerFailureKind,
+    WorkerFindings,
     WorkerReport,
     WorkerState,
 )
-from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, TimedChange
 from tests.support.membership_job import Job, change_leader, know, stop_at_boundary, training
 
 
@@ -156,15 +157,19 @@ def lose(
 
 
 def decided(job: Job) -> RecoveryDecision:
-    assert job.generation.decision is not None
-    return job.generation.decision
+    assert job.generation.record.decision is not None
+    return job.generation.record.decision
 
 
 def test_where_programs_take_longer_than_the_host_is_away_the_axes_are_kept():
     job = lose(30.0)
     decision = decided(job)
     assert (decision.action, decision.awaited) == (RecoveryAction.KEEP_AXES, ("b",))
-    assert (job.phase, job.members, job.generation.plan_axes) == (GenerationPhase.FORM, list("acd"), AXES)
+    assert (job.phase, job.members, job.generation.shape.plan_axes) == (
+        GenerationPhase.FORM,
+        list("acd"),
+        AXES,
+    )
     options = {option.action: option for option in decision.options if not option.why_not}
     assert set(options) == {RecoveryAction.KEEP_AXES, RecoveryAction.SHRINK}
     assert options[RecoveryAction.SHRINK].pause_s == pytest.approx(30.6)
@@ -205,7 +210,7 @@ def test_a_host_that_is_lost_with_a_device_had_all_of_its_devices_before():
 @pytest.mark.parametrize("restarts", [True, False])
 def test_where_programs_are_ready_the_best_axes_follow(restarts):
     job = lose(0.0, restarts=restarts)
-    assert (decided(job).action, job.generation.plan_axes) == (RecoveryAction.SHRINK, BEST_AXES)
+    assert (decided(job).action, job.generation.shape.plan_axes) == (RecoveryAction.SHRINK, BEST_AXES)
 
 
 @pytest.mark.parametrize("names", ["bc", "bd", "ab"])
@@ -214,7 +219,7 @@ def test_after_the_loss_of_two_hosts_at_once_axes_are_kept_by_the_same_rules(nam
     decision = decided(job)
     assert (decision.action, decision.awaited) == (RecoveryAction.KEEP_AXES, tuple(names))
     assert all(f"{name}: its worker ended" in decision.reason for name in names), "one after the other"
-    assert job.generation.plan_axes == AXES
+    assert job.generation.shape.plan_axes == AXES
     assert decision.wait_s == pytest.approx(30.4 / (BEST_OF_TWO - KEPT + 0.2))
     assert (decided(lose(0.0, 0.0, names=names)).action) is RecoveryAction.SHRINK
 
@@ -229,7 +234,7 @@ def test_a_new_world_has_the_best_axes_for_whose_programs_it_waits_in_any_case()
     decision = decided(job)
     assert (decision.action, decision.plan_axes) == (RecoveryAction.REFORM, BEST_AXES)
     assert (decision.has_new_axes, decision.prepare_s) == (True, 0.0)
-    assert (job.phase, job.generation.plan_axes) == (GenerationPhase.FORM, BEST_AXES)
+    assert (job.phase, job.generation.shape.plan_axes) == (GenerationPhase.FORM, BEST_AXES)
 
 
 def test_the_entry_is_that_of_the_groups_which_lost_a_host():
@@ -276,7 +281,7 @@ def test_why_axes_cannot_be_kept(changes, why_not):
 def test_another_leader_decides_the_same(prepare_s):
     one, other = lose(prepare_s), lose(prepare_s, is_new_leader=True)
     assert decided(one) == decided(other)
-    assert one.generation.plan_axes == other.generation.plan_axes
+    assert one.generation.shape.plan_axes == other.generation.shape.plan_axes
 
 
 def foresee_all(generation: int = 1) -> PlanOutlook:
@@ -335,7 +340,7 @@ def test_the_axes_stay_and_are_recorded_where_a_spare_takes_the_place_of_a_lost_
     job.worker("d", exit_code=-9)
     job.acknowledge(*"abc", step=5, holds_state=True)
     assert decided(job).action is RecoveryAction.REPLACE
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abce"), AXES)
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abce"), AXES)
 
 
 def test_the_axes_are_recorded_where_a_host_leaves_after_a_notice():
@@ -344,7 +349,7 @@ def test_the_axes_are_recorded_where_a_host_leaves_after_a_notice():
         job.report(name, plans=foresee_all())
     job.change("b", is_draining=True)
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("acd"), make_axes(4))
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("acd"), make_axes(4))
 
 
 def test_the_axes_that_follow_those_that_were_kept_are_recorded():
@@ -356,7 +361,7 @@ def test_the_axes_that_follow_those_that_were_kept_are_recorded():
         job.report(name, plans=msgspec.structs.replace(left, groups=(tuple(map(HostName, "acd")), ())))
     job.pass_time(2 * decided(job).wait_s)
     stop_at_boundary(job, 8)
-    assert (job.members, job.generation.plan_axes) == (list("acd"), make_axes(3))
+    assert (job.members, job.generation.shape.plan_axes) == (list("acd"), make_axes(3))
 
 
 def test_axes_are_kept_for_as_long_as_was_decided_and_no_longer():
@@ -377,13 +382,13 @@ FITTED = (("matrix_efficiency", 0.3),)
 def test_constants_that_members_have_fitted_are_those_of_all_later_generations(is_new_leader):
     job = lose(0.0, None, fitted=FITTED, is_new_leader=is_new_leader)
     job.form()
-    assert job.generation.plan_constants == FITTED
+    assert job.generation.shape.plan_constants == FITTED
     # Nobody has fitted any in the next one, whose estimates are by these.
     job.train(7)
     job.worker("d", exit_code=-9)
     job.acknowledge("a", "c", step=7, holds_state=True)
     job.form()
-    assert (sorted(job.members), job.generation.plan_constants) == (["a", "c"], FITTED)
+    assert (sorted(job.members), job.generation.shape.plan_constants) == (["a", "c"], FITTED)
 
 
 def test_of_members_that_have_fitted_constants_that_with_the_most_plans_counts():
@@ -395,13 +400,13 @@ def test_of_members_that_have_fitted_constants_that_with_the_most_plans_counts()
     job.worker("b", exit_code=-9)
     job.acknowledge(*"acd", step=6, holds_state=True)
     job.form()
-    assert job.generation.plan_constants == (("matrix_efficiency", 0.3),)
+    assert job.generation.shape.plan_constants == (("matrix_efficiency", 0.3),)
 
 
 def test_where_a_host_joins_its_axes_and_the_fitted_constants_are_recorded():
     job = join(msgspec.structs.replace(foresee_join(0.0), fitted=FITTED, num_measured=1))
     stop_at_boundary(job, 6)
-    assert (job.generation.plan_axes, job.generation.plan_constants) == (BEST_AXES, FITTED)
+    assert (job.generation.shape.plan_axes, job.generation.shape.plan_constants) == (BEST_AXES, FITTED)
 
 
 def test_where_the_same_hosts_try_again_they_keep_their_axes_though_others_are_estimated_to_be_faster():
@@ -417,13 +422,13 @@ def test_where_the_same_hosts_try_again_they_keep_their_axes_though_others_are_e
     )
     job.acknowledge(*"abcd", step=6, holds_state=True)
     job.serve()
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), AXES)
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), AXES)
 
 
 def test_a_generation_with_axes_and_a_report_of_losses_are_read_as_they_were_written():
     generation = lose(30.0).generation
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(generation), type=Generation) == generation
-    report = WorkerReport(plans=estimate(prepare_s=30.0))
+    report = WorkerReport(findings=WorkerFindings(plans=estimate(prepare_s=30.0)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=WorkerReport) == report
 
 
@@ -434,7 +439,7 @@ def test_a_host_that_is_back_joins_and_the_axes_are_the_best_ones():
     job.restart("b")
     job.take_seat("b")
     stop_at_boundary(job, 8)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), ())
 
 
 @pytest.mark.parametrize("is_new_leader", [False, True])
@@ -448,11 +453,11 @@ def test_axes_are_kept_so_long_and_then_the_best_ones_follow(is_new_leader):
     if is_new_leader:
         change_leader(job)
     job.pass_time(0.9 * wait_s)
-    assert (job.phase, job.generation.plan_axes) == (GenerationPhase.ACTIVE, AXES)
+    assert (job.phase, job.generation.shape.plan_axes) == (GenerationPhase.ACTIVE, AXES)
     job.pass_time(0.2 * wait_s)
     assert job.phase is GenerationPhase.PAUSE
     stop_at_boundary(job, 8)
-    assert (job.phase, job.members, job.generation.plan_axes) == (GenerationPhase.FORM, list("acd"), ())
+    assert (job.phase, job.members, job.generation.shape.plan_axes) == (GenerationPhase.FORM, list("acd"), ())
     job.form()
     job.train(9)
     job.pass_time(2 * wait_s)
@@ -472,7 +477,7 @@ def test_a_host_that_is_back_waits_no_longer_than_axes_are_kept():
     job.pass_time(wait_s)
     assert job.phase is GenerationPhase.PAUSE
     stop_at_boundary(job, 8)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), ())
 
 
 def test_what_it_takes_to_give_axes_up_is_the_time_of_no_change():
@@ -490,7 +495,7 @@ def test_what_it_takes_to_give_axes_up_is_the_time_of_no_change():
     job.pass_time(50.0)
     job.train(18)
     job.worker("d", exit_code=-9)  # with the next generation it is written
-    measured = [seconds for time in job.generation.history.times for seconds in time.recent_s]
+    measured = [seconds for time in job.generation.record.history.times for seconds in time.recent_s]
     assert all(seconds < 40.0 for seconds in measured), "of the loss alone"
 
 
@@ -521,7 +526,7 @@ def test_a_change_is_measured_by_its_axes(prepare_s, measured):
     job.pass_time(3.0)
     job.train(16)
     job.worker("d", exit_code=-9)  # with the next generation it is written
-    times = {time.change: time.typical_s for time in job.generation.history.times}
+    times = {time.change: time.typical_s for time in job.generation.record.history.times}
     assert times == ({measured: pytest.approx(2.0)} if measured is not None else {})
 
 
@@ -542,10 +547,8 @@ def join(plans: PlanOutlook | None, *, failures: int = 0, is_new_leader: bool = 
     job = training(*"abc", spare_seats=8)
     job.config = dataclasses.replace(job.config, num_hosts=4)
     job.state = job.state
-    history = msgspec.structs.replace(job.generation.history, failures=failures, observed_s=1000.0)
-    job.state = dataclasses.replace(
-        job.state, generation=msgspec.structs.replace(job.generation, history=history)
-    )
+    history = msgspec.structs.replace(job.generation.record.history, failures=failures, observed_s=1000.0)
+    job.state = dataclasses.replace(job.state, generation=change_fields(job.generation, history=history))
     for name in "abc":
         job.report(name, plans=plans)
     if is_new_leader:
@@ -563,7 +566,7 @@ def test_the_axes_of_a_join_are_in_the_record_that_all_obey(is_new_leader):
     job = join(foresee_join(0.0), is_new_leader=is_new_leader)
     assert (decided(job).action, decided(job).has_new_axes) == (RecoveryAction.JOIN, True)
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), BEST_AXES)
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), BEST_AXES)
 
 
 @pytest.mark.parametrize("plans", [None, foresee_join(0.0, groups=())])
@@ -572,20 +575,20 @@ def test_where_a_join_is_not_foreseen_each_worker_takes_the_best_plan(plans):
     (kept,) = [option for option in decided(job).options if option.action is RecoveryAction.KEEP_AXES]
     assert kept.why_not == "no planned axes are known for the hosts that would train"
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), ())
 
 
 def test_a_host_with_fewer_devices_than_its_own_is_not_foreseen():
     job = join(foresee_join(0.0), num_devices=3, num_used=2)
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), ())
 
 
 def test_where_another_host_leaves_before_the_join_its_axes_are_not_those_that_were_decided():
     job = join(foresee_join(0.0))
     job.change("c", is_draining=True)
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abd"), ())
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abd"), ())
 
 
 FAILURES = 100
@@ -597,7 +600,7 @@ def test_hosts_join_with_the_axes_that_the_job_has_where_other_programs_take_lon
     decision = decided(job)
     assert (decision.action, decision.joining) == (RecoveryAction.KEEP_AXES, ("d",))
     stop_at_boundary(job, 6)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), AXES)
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), AXES)
     job.form()
     job.train(7)
     # They are given up when they have cost as much, or at the time of the next failure.
@@ -608,7 +611,7 @@ def test_hosts_join_with_the_axes_that_the_job_has_where_other_programs_take_lon
     assert job.phase is GenerationPhase.PAUSE
     assert "enough: the best" in job.generation.reason
     stop_at_boundary(job, 8)
-    assert (sorted(job.members), job.generation.plan_axes) == (list("abcd"), ())
+    assert (sorted(job.members), job.generation.shape.plan_axes) == (list("abcd"), ())
     job.form()
     job.train(9)
     job.pass_time(2 * decision.wait_s)
@@ -641,12 +644,12 @@ def test_the_time_of_a_join_is_measured_where_no_programs_were_waited_for(prepar
     job.report("d", state=WorkerState.IDLE)
     job.take_seat("d")
     stop_at_boundary(job, 16)
-    assert job.generation.plan_axes == BEST_AXES
+    assert job.generation.shape.plan_axes == BEST_AXES
     job.form()
     job.pass_time(3.0)
     job.train(17)
     job.worker("d", exit_code=-9)  # with the next generation it is written
-    times = {time.change for time in job.generation.history.times}
+    times = {time.change for time in job.generation.record.history.times}
     assert times == ({TimedChange.GROW} if not prepare_s else set())
 
 

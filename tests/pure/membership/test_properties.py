@@ -11,11 +11,7 @@ import re
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-    JobOutcomeKind,
-    WorldChange,
-)
+from resilient_jax.protocol.generation import GenerationPhase, JobOutcomeKind, WorldChange
 from tests.pure.membership.simulated_cluster import (
     NAMES,
     ROUND_S,
@@ -115,7 +111,7 @@ def play(tape: bytes, chance: random.Random, cluster: Cluster | None = None) -> 
     assert play_fairly(cluster, lambda: cluster.finished, chance), f"does not end: {cluster.generation}"
     assert cluster.outcome is not None
     assert cluster.outcome.kind is JobOutcomeKind.DONE
-    members = cluster.generation.members if cluster.generation is not None else ()
+    members = cluster.generation.membership.members if cluster.generation is not None else ()
     assert all(cluster.workers[m.host, m.incarnation].step == cluster.total for m in members)
     return cluster
 
@@ -130,7 +126,7 @@ def test_a_job_survives_any_long_sequence_of_faults(seed):
     chance = random.Random(seed)
     cluster = play(chance.randbytes(4000), chance, Cluster(has_standbys=bool(seed % 2)))
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
-    event(f"grew: {any(g.change is WorldChange.GROW for g, _ in cluster.written)}")
+    event(f"grew: {any(g.membership.change is WorldChange.GROW for g, _ in cluster.written)}")
 
 
 @given(seed=st.integers(0, 2**32))
@@ -144,7 +140,9 @@ def test_workers_that_die_one_after_the_other_return_in_place(seed):
         assert play_fairly(cluster, lambda: len(cluster.written) > before and cluster.do_all_train, chance)  # noqa: B023
     generations = [g for g, _ in cluster.written]
     grown = {
-        g.number for g in generations if g.change is WorldChange.GROW and g.phase is GenerationPhase.ACTIVE
+        g.number
+        for g in generations
+        if g.membership.change is WorldChange.GROW and g.phase is GenerationPhase.ACTIVE
     }
     event(f"grew {len(grown)} times")
     # By a re-form where the seats are used up, or the death broke the collective of a survivor first.
@@ -171,7 +169,7 @@ def test_workers_that_hang_are_named_and_replaced_and_no_others(seed):
             chance,
         ), f"stuck in {cluster.generation}"
         changes = [g for g, _ in cluster.written[before:] if g.phase is GenerationPhase.QUIESCE]
-        named = next(g.hang for g in changes if g.hang)
+        named = next(g.failures.hang for g in changes if g.failures.hang)
         assert ("no host makes progress" in named) == (not kept), named
         assert {name for name in NAMES if re.search(rf"\b{name} (has not entered|is still in)", named)} == {
             host.name for host in hung
@@ -196,10 +194,10 @@ def test_two_hosts_that_cannot_reach_each_other_cost_one_of_them_and_one_more_wo
     assert len(cluster.quarantined) == 1
     assert cluster.quarantined <= pair
     changes = [g for g, _ in cluster.written[before:]]
-    named = [g.reason for g in changes if g.separated]
+    named = [g.reason for g in changes if g.failures.separated]
     assert named
     assert all("cannot reach" in reason and pair <= set(re.findall(r"\w+", reason)) for reason in named)
-    assert not any(g.attempts for g in changes), "a world fails, and is formed again"
+    assert not any(g.failures.attempts for g in changes), "a world fails, and is formed again"
 
 
 @given(seed=st.integers(0, 2**32))
@@ -215,7 +213,7 @@ def test_a_death_at_any_moment_of_a_return_is_survived(seed):
                     action()
                     cluster.check_one_world_trains()
         assert play_fairly(cluster, lambda: cluster.do_all_train or cluster.finished, chance)
-    grown = any(g.change is WorldChange.GROW for g, _ in cluster.written)
+    grown = any(g.membership.change is WorldChange.GROW for g, _ in cluster.written)
     event(f"grew: {grown}, ended: {cluster.outcome and cluster.outcome.kind}")
 
 
@@ -226,7 +224,7 @@ def test_a_job_whose_workers_are_all_replaced_survives_any_sequence_of_faults(se
         chance.randbytes(chance.choice((400, 4000))), chance, ReplacingCluster(has_standbys=bool(seed % 2))
     )
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
-    event(f"restored: {any(g.snapshot is not None for g, _ in cluster.written)}")
+    event(f"restored: {any(g.state.snapshot is not None for g, _ in cluster.written)}")
 
 
 @given(seed=st.integers(0, 2**32))
@@ -235,7 +233,8 @@ def test_where_no_snapshot_has_the_state_the_workers_that_have_it_are_not_replac
     cluster = play(chance.randbytes(chance.choice((400, 4000))), chance, LateSnapshotCluster())
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
     stops = [g for g, _ in cluster.written if g.phase is GenerationPhase.QUIESCE]
-    event(f"kept: {any(g.members for g in stops)}, replaced: {any(not g.members for g in stops[1:])}")
+    members = [g.membership.members for g in stops]
+    event(f"kept: {any(members)}, replaced: {not all(members[1:])}")
 
 
 @given(seed=st.integers(0, 2**32), replaces=st.booleans())
@@ -250,9 +249,11 @@ def test_standbys_in_their_seats_replace_workers_that_die_without_a_smaller_worl
         # One death after the other: a second one before the standby has its seat costs a smaller world.
         assert play_fairly(cluster, lambda b=before: cluster.is_past(b.number), chance)
         after = [g for g, _ in cluster.written if g.number > before.number]
-        assert {(len(g.members), g.change, g.world) for g in after if g.phase is GenerationPhase.ACTIVE} == {
-            (len(NAMES), WorldChange.GROW, before.world)
-        }
+        assert {
+            (len(g.membership.members), g.membership.change, g.membership.world)
+            for g in after
+            if g.phase is GenerationPhase.ACTIVE
+        } == {(len(NAMES), WorldChange.GROW, before.membership.world)}
 
 
 @given(seed=st.integers(0, 2**32), replaces=st.booleans())
@@ -282,7 +283,7 @@ def test_a_job_with_a_spare_survives_any_sequence_of_faults(seed):
     cluster = make(has_standbys=chance.choice((True, False)))
     play(chance.randbytes(chance.choice((400, 4000))), chance, cluster)
     event(f"ended: {cluster.outcome and cluster.outcome.kind}")
-    event(f"used: {any(g.find_member(NAMES[-1]) for g, _ in cluster.written)}")
+    event(f"used: {any(g.membership.find_member(NAMES[-1]) for g, _ in cluster.written)}")
 
 
 @given(seed=st.integers(0, 2**32))
@@ -309,5 +310,5 @@ def test_lost_hosts_are_replaced_by_whichever_is_ready_and_then_nothing_changes(
                     action()
                     cluster.check_one_world_trains()
         calm_down(cluster)
-    event(f"used: {any(g.find_member(NAMES[-1]) for g, _ in cluster.written)}")
-    event(f"grew: {any(g.change is WorldChange.GROW for g, _ in cluster.written)}")
+    event(f"used: {any(g.membership.find_member(NAMES[-1]) for g, _ in cluster.written)}")
+    event(f"grew: {any(g.membership.change is WorldChange.GROW for g, _ in cluster.written)}")

@@ -11,7 +11,15 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.membership.failure_forecast import count_losses, estimate_rate, expect_failure_s
 from resilient_jax.membership.protection import ENOUGH_LOSSES, choose_protection
 from resilient_jax.planning.recovery_score import HOUR_S
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import (
+    Generation,
+    GenerationPhase,
+    LeaderNotes,
+    Member,
+    Membership,
+    ResumedState,
+)
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan
 from resilient_jax.state.protection_schedule import FIRST_OFFSET, MEASURED_INTERVAL, ProtectionSchedule
@@ -23,14 +31,14 @@ def make_generation(number: int, step: int, *, losses_left: int | None = len(HOS
     members = tuple(
         Member(host=host, incarnation=Incarnation(1), seat=Seat(i)) for i, host in enumerate(HOSTS)
     )
-    return Generation(
+    made = Generation(
         number=GenerationNumber(number),
         phase=GenerationPhase.FORM,
-        members=members,
-        step=step,
-        losses_left=losses_left,
-        **changes,
+        membership=Membership(members=members),
+        state=ResumedState(step=step),
+        record=LeaderNotes(losses_left=losses_left),
     )
+    return change_fields(made, **changes)
 
 
 def make_plan(step: int, number: int = 1) -> SnapshotPlan:

@@ -13,7 +13,9 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.membership.redundancy import Redundancy, RedundancyTally, measure_redundancy
-from resilient_jax.protocol.records import GenerationPhase, WorkerState, WorkerStatus
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.host_status import WorkerStatus
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
     SnapshotId,
@@ -23,6 +25,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotStatus,
 )
 from resilient_jax.protocol.state_records import StatePart, are_parts_complete
+from resilient_jax.protocol.worker_report import WorkerState
 from tests.support.membership_job import Job, keep, server, sharded, snapshot, training
 
 
@@ -115,17 +118,17 @@ def test_a_job_without_a_committed_step_has_nothing_to_lose():
     job.serve()
     job.form()
     assert measure(job) is None
-    assert job.generation.losses_left is None
+    assert job.generation.record.losses_left is None
 
 
 def test_living_members_with_the_state_count_and_the_generation_says_so():
     job = training("a", "b", "c", step=5)
     assert measure(job) == Redundancy(losses=2, step=5, copies=3)
-    assert job.generation.losses_left == 2
+    assert job.generation.record.losses_left == 2
     job.worker("b", exit_code=-9)
-    assert (job.phase, job.generation.losses_left) == (GenerationPhase.QUIESCE, 1)
+    assert (job.phase, job.generation.record.losses_left) == (GenerationPhase.QUIESCE, 1)
     job.worker("c", is_unresponsive=True)
-    assert job.generation.losses_left == 0
+    assert job.generation.record.losses_left == 0
 
 
 def test_a_host_counts_only_once_it_has_the_state():
@@ -135,22 +138,22 @@ def test_a_host_counts_only_once_it_has_the_state():
     job.acknowledge("a", step=5)
     job.serve()
     assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b"])
-    assert job.generation.losses_left == 0
+    assert job.generation.record.losses_left == 0
     job.report("b", holds_state=True, step=5)  # of an earlier generation, and given up for what a has
     assert measure(job) == Redundancy(losses=0, step=5, copies=1)
     job.form("a")
     job.form("b")
-    assert (job.phase, job.generation.losses_left) == (GenerationPhase.ACTIVE, 1)
+    assert (job.phase, job.generation.record.losses_left) == (GenerationPhase.ACTIVE, 1)
 
 
 def test_the_parity_of_a_sharded_state_counts_with_the_hosts_that_are_there():
     job = sharded("abcd", parity=2)
     assert measure(job) == Redundancy(losses=2, step=5, copies=0, snapshot=SnapshotId(5, GenerationNumber(1)))
-    assert job.generation.losses_left == 2
+    assert job.generation.record.losses_left == 2
     job.give(HostLeft(HostName("d")))
-    assert job.generation.losses_left == 1
+    assert job.generation.record.losses_left == 1
     job.give(HostLeft(HostName("c")))
-    assert job.generation.losses_left == 0
+    assert job.generation.record.losses_left == 0
     job.give(HostLeft(HostName("b")))
     assert measure(job) is None
 
@@ -166,17 +169,17 @@ def test_a_snapshot_that_some_hosts_have_yet_to_report_changes_nothing():
         older = msgspec.structs.replace(new, phase=SnapshotPhase.COMMITTED)
         keep(job, "a", older, snapshot(step + 1, "abc"))
         keep(job, "b", snapshot(step - 1, "abc"))  # its newest report is lost for a while
-        assert job.generation.losses_left == 1
+        assert job.generation.record.losses_left == 1
     assert len(job.published) == published
 
 
 def test_redundancy_that_comes_back_is_published_once():
     job = sharded("abc")
     job.change("c", snapshots=())
-    assert job.generation.losses_left == 0
+    assert job.generation.record.losses_left == 0
     published = len(job.published)
     keep(job, "c", snapshot(5, "abc"))
-    assert job.generation.losses_left == 1
+    assert job.generation.record.losses_left == 1
     assert len(job.published) == published + 1
 
 
@@ -212,15 +215,15 @@ def test_no_set_of_so_many_losses_costs_a_state_in_parts_and_one_of_one_more_doe
             nbytes=1,
             wall_s=0.0,
         )
-        status = msgspec.structs.replace(
+        status = change_fields(
             job.status(name),
             snapshot_server=server(name),
             snapshots=(kept,) if has_snapshot and name not in missing else (),
         )
         assert status.worker is not None
-        report = msgspec.structs.replace(status.worker.report, holds_state=False, part=part)
+        report = change_fields(status.worker.report, holds_state=False, part=part)
         worker = msgspec.structs.replace(status.worker, report=report)
-        hosts[name] = msgspec.structs.replace(status, worker=worker)
+        hosts[name] = change_fields(status, worker=worker)
         tally.look_at(name)
         if part is not None:
             parts[name] = part
@@ -287,11 +290,11 @@ def test_they_go_on_without_it_if_it_takes_longer_and_others_do_not_wait_at_all(
 
 def measure_by_definition(state: MembershipState) -> int | None:
     """Return the losses of the safest snapshot, each looked at with all its hosts."""
-    members = {m.host for m in state.generation.members}
+    members = {m.host for m in state.generation.membership.members}
     copies = {
         host
         for host, status in state.hosts.items()
-        if host in members and status.worker is not None and status.worker.report.holds_state
+        if host in members and status.worker is not None and status.worker.report.held.holds_state
     }
     held = {host: {s.id: s for s in status.snapshots} for host, status in state.hosts.items()}
     committed = [s.id for kept in held.values() for s in kept.values() if s.phase is SnapshotPhase.COMMITTED]
@@ -340,12 +343,10 @@ def test_counting_host_by_host_gives_what_looking_at_all_of_them_gives(seed):
                 )
                 for step in sorted(chance.sample(range(2, 6), chance.choice((0, 1, 2, 2, 2))))
             )
-            status = msgspec.structs.replace(job.status(name), snapshot_server=server(name), snapshots=kept)
+            status = change_fields(job.status(name), snapshot_server=server(name), snapshots=kept)
             assert status.worker is not None
-            report = msgspec.structs.replace(status.worker.report, holds_state=chance.random() < 0.2)
-            hosts[name] = msgspec.structs.replace(
-                status, worker=msgspec.structs.replace(status.worker, report=report)
-            )
+            report = change_fields(status.worker.report, holds_state=chance.random() < 0.2)
+            hosts[name] = change_fields(status, worker=msgspec.structs.replace(status.worker, report=report))
         tally.look_at(name)
         found = tally.measure()
         assert found == measure_redundancy(state)

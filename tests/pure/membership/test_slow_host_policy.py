@@ -15,9 +15,8 @@ from resilient_jax.membership.slow_host_policy import (
     choose_for_slow_host,
     count_standby_devices,
 )
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-)
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from tests.support.membership_job import Job, stop_at_boundary, training
@@ -63,10 +62,10 @@ def test_a_host_is_compared_with_the_last_hosts_that_were_taken_out():
         SlowHost(host=HostName(f"h{i}"), kind="link", factor=2.0, since_step=0) for i in range(16)
     )
     slowness = SlownessRecord(taken_out_as=reports)
-    generation = msgspec.structs.replace(job.generation, slowness=slowness)
+    generation = change_fields(job.generation, slowness=slowness)
     job.state = dataclasses.replace(job.state, generation=generation)
     tell(job, "c", kept=0.8, replaced=1.0, without=0.7)
-    kept = [one.host for one in job.generation.slowness.taken_out_as]
+    kept = [one.host for one in job.generation.record.slowness.taken_out_as]
     assert kept == [*(f"h{i}" for i in range(1, 16)), "c"]
 
 
@@ -176,12 +175,12 @@ def test_noise_of_what_is_reported_moves_nothing_to_and_fro():
         job = training("a", "b", "c", "d", spare_seats=4)
         for _ in range(50):
             even, by_speed = (share + chance.gauss(0, 0.005) for share in (usual, 0.87))
-            if job.generation.slowness.speeds:
+            if job.generation.record.slowness.speeds:
                 speeds = {"kept": by_speed, "redivided": even, "speeds": ()}
             else:
                 speeds = {"kept": even, "redivided": by_speed, "speeds": ((C, 0.5),)}
             tell(job, "c", replaced=1.0, without=0.75, **speeds)
             job.pass_time(10.0)
             if job.phase is not GenerationPhase.ACTIVE:
-                go_on(job, job.generation.step + 9)
+                go_on(job, job.generation.state.step + 9)
         assert job.generation.number == (2 if usual == 0.82 else 1), job.generation.reason

@@ -3,12 +3,9 @@
 from resilient_jax.ids import HostName, Incarnation
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.membership.spare_hosts import list_used
-from resilient_jax.protocol.records import (
-    GenerationPhase,
-    WorkerReport,
-    WorkerState,
-    WorkerStatus,
-)
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.protocol.host_status import WorkerStatus
+from resilient_jax.protocol.worker_report import WorkerReport, WorkerState
 from tests.support.membership_job import Job, training
 
 TRAINS = GenerationPhase.ACTIVE
@@ -30,7 +27,7 @@ def lose(job: Job, *names: str, step: int = 6) -> None:
         job.give(HostLeft(HostName(name)))
     job.acknowledge(*left, step=step, holds_state=True)
     for name in job.state.hosts:
-        newcomer = job.generation.find_newcomer(name, job.worker_of(name).incarnation)
+        newcomer = job.generation.membership.find_newcomer(name, job.worker_of(name).incarnation)
         if newcomer is not None and job.worker_of(name).report.state is WorkerState.IDLE:
             job.report(name, generation=job.generation.number)
 
@@ -56,7 +53,7 @@ def test_a_spare_is_used_when_it_becomes_a_member_and_not_before():
     assert list_used(before, job.state) == ["s"]
     go_on(job, 7)
     come_back(job, "b")
-    assert job.generation.spares == ("b",)
+    assert job.generation.membership.spares == ("b",)
     job.give(HostLeft(HostName("c")))
     before = job.generation
     lose(job, "c", step=8)

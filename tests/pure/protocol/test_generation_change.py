@@ -10,6 +10,14 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.protocol import generation_change
+from resilient_jax.protocol.generation import (
+    Generation,
+    GenerationPhase,
+    Member,
+    Membership,
+    ResumedState,
+    WorldChange,
+)
 from resilient_jax.protocol.generation_change import (
     AddedItems,
     GenerationChange,
@@ -17,7 +25,7 @@ from resilient_jax.protocol.generation_change import (
     describe_change,
     digest_record,
 )
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, WorldChange
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.protocol.state_records import StateSource
 
@@ -36,11 +44,12 @@ def make_generation(num_hosts: int, number: int = 1) -> Generation:
     return Generation(
         number=GenerationNumber(number),
         phase=GenerationPhase.ACTIVE,
-        world=WorldId(1),
-        num_seats=num_hosts + 4,
-        members=members,
-        sources=tuple(StateSource(host=m.host, endpoint=m.endpoint) for m in members[:64]),
-        service_address="10.0.0.1:4000",
+        membership=Membership(
+            world=WorldId(1), num_seats=num_hosts + 4, members=members, service_address="10.0.0.1:4000"
+        ),
+        state=ResumedState(
+            sources=tuple(StateSource(host=m.host, endpoint=m.endpoint) for m in members[:64])
+        ),
     )
 
 
@@ -50,12 +59,12 @@ def send(change: GenerationChange) -> GenerationChange:
 
 
 def lose(before: Generation, index: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
-    return msgspec.structs.replace(
+    return change_fields(
         before,
         number=GenerationNumber(before.number + 1),
         phase=phase,
         change=WorldChange.SHRINK,
-        members=(*before.members[:index], *before.members[index + 1 :]),
+        members=(*before.membership.members[:index], *before.membership.members[index + 1 :]),
         reason=f"lost host-{index:05}",
     )
 
@@ -71,7 +80,7 @@ def test_the_loss_of_one_of_some_thousand_hosts_is_a_change_of_some_hundred_byte
 
 def test_a_new_phase_is_a_change_of_even_less():
     before = make_generation(4096)
-    after = msgspec.structs.replace(before, phase=GenerationPhase.PAUSE, reason="host-9 asked to join")
+    after = change_fields(before, phase=GenerationPhase.PAUSE, reason="host-9 asked to join")
     change = describe_change(before, after)
     assert not change.lists
     assert apply_change(before, send(change)) == after
@@ -103,7 +112,7 @@ def test_a_host_that_missed_a_change_needs_the_record_or_a_change_that_has_all()
 def test_a_change_that_would_be_larger_has_all():
     before, after = make_generation(512), make_generation(512, number=2)
     members = tuple(make_member(index, incarnation=2) for index in range(512))
-    after = msgspec.structs.replace(after, members=members)
+    after = change_fields(after, members=members)
     change = describe_change(before, after)
     assert not change.base
     assert apply_change(None, send(change)) == after
@@ -140,7 +149,7 @@ def test_a_change_that_was_damaged_is_not_applied():
 @given(st.randoms(use_true_random=False))
 def test_any_change_of_any_list_is_applied_as_it_was_described(chance: random.Random):
     before = make_generation(300)
-    members = list(before.members)
+    members = list(before.membership.members)
     for _ in range(chance.randrange(6)):
         index = chance.randrange(len(members))
         match chance.randrange(4):
@@ -158,7 +167,7 @@ def test_any_change_of_any_list_is_applied_as_it_was_described(chance: random.Ra
         groups=(group,),
         sources=(SnapshotSource(host=HostName("a"), endpoint="a:1"),),
     )
-    after = msgspec.structs.replace(
+    after = change_fields(
         before,
         number=GenerationNumber(before.number + 1),
         members=tuple(members),

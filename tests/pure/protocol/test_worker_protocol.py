@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
-from resilient_jax.protocol.records import Generation, GenerationPhase, Member, SeatId, WorkerState, is_busy
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership, SeatId
+from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.state_records import NextMembers, StatePart
 from resilient_jax.protocol.worker_messages import (
     FormWorld,
@@ -18,6 +19,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerAdmitted,
     WorkerReported,
 )
+from resilient_jax.protocol.worker_report import WorkerState, is_busy
 from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.worker_protocol import (
     HandledOrder,
@@ -39,10 +41,12 @@ def handle_order(protocol: WorkerProtocol, order: HandledOrder, now_s: float = 0
 
 
 def make_generation(number: int, phase: GenerationPhase = GenerationPhase.FORM) -> Generation:
-    generation = Generation(number=GenerationNumber(number), phase=phase, world=WorldId(number))
+    generation = Generation(
+        number=GenerationNumber(number), phase=phase, membership=Membership(world=WorldId(number))
+    )
     if phase is GenerationPhase.FORM:
-        return msgspec.structs.replace(generation, members=(MEMBER,))
-    return msgspec.structs.replace(generation, newcomers=(MEMBER,))
+        return change_fields(generation, members=(MEMBER,))
+    return change_fields(generation, newcomers=(MEMBER,))
 
 
 def form_world(number: int) -> FormWorld:
@@ -92,10 +96,10 @@ def test_a_worker_that_leaves_its_world_for_a_seat_has_no_part_of_the_state_any_
         done=False,
         failure=None,
     )
-    assert protocol.report.part == part
+    assert protocol.report.held.part == part
     protocol, order, _ = try_take_order(handle_order(protocol, take_seat(2))[0])
     assert isinstance(order, TakeSeat)
-    assert protocol.report.part is None
+    assert protocol.report.held.part is None
 
 
 def test_a_world_that_is_ordered_again_while_it_trains_is_not_entered_again_after_the_boundary():

@@ -11,7 +11,7 @@ from resilient_jax.cluster.name_holder import AskHolder, NameHolder, assume_aliv
 from resilient_jax.cluster.store_session import RENEWALS_PER_TTL, SessionLost, StoreSession
 from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId
-from resilient_jax.protocol.records import HostStatus
+from resilient_jax.protocol.host_status import AgentStatus, HostStatus
 from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.protocol.versions import Versions
 from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, MemoryStore
@@ -65,7 +65,8 @@ def make_session(
 ) -> StoreSession:
     def status() -> HostStatus:
         return HostStatus(
-            host=HostName("a"), agent_id=f"a-{pid}", agent_pid=pid, address="10.0.0.7", versions=versions
+            host=HostName("a"),
+            agent=AgentStatus(id=f"a-{pid}", pid=pid, address="10.0.0.7", versions=versions),
         )
 
     return StoreSession(store, JOB, TTL_S, clock, status, on_renewed, ask_holder=ask_holder)
@@ -218,7 +219,7 @@ def test_the_lease_of_an_agent_that_is_gone_is_ended_however_long_it_would_last(
         asked: list[str] = []
 
         async def ask(holder: HostStatus) -> NameHolder:
-            asked.append(holder.agent_id)
+            asked.append(holder.agent.id)
             return NameHolder.GONE
 
         second = make_session(store, clock, 8, ask_holder=ask)
