@@ -181,7 +181,7 @@ class UnitCopies:
             addresses: of the mailboxes of the members.
             wanted: the units that each host is to hold when this one has joined.
         """
-        self._service.begin_generation(self.generation, addresses)
+        self._service.enter(self.generation, addresses)
         self._wanted = frozenset(wanted[self._own])
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
         number = MAX_GENERATIONS + secrets.randbits(REQUEST_BITS)
