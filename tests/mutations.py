@@ -199,7 +199,7 @@ MUTATIONS: Final = (
         "membership",
         "membership/world_formation.py",
         "world = WorldId(generation.number)",
-        "world = WorldId(max(generation.world, 1))",
+        "world = WorldId(max(generation.membership.world, 1))",
         "two worlds have one id",
     ),
     Mutation(

@@ -10,13 +10,14 @@ import jax
 
 from resilient_jax.compile.ahead_of_time import check_canceled, is_compiling_ahead
 from resilient_jax.compile.program_exchange import ProgramDirectory
-from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, ProgramPeer
+from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher
 from resilient_jax.compile.training_threads import is_training_thread
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.transport.credentials import Credentials
 
 COMPILE_EVENTS: Final = frozenset(
@@ -30,7 +31,7 @@ DIGEST_CHARACTERS: Final = 12
 """Of a key's digest in an event: enough to tell two programs of one name apart."""
 
 
-class CompilationMonitor:
+class CompilationMonitor(GenerationScoped):
     """Connects JAX's compilation cache with the other hosts and the event log. One for each process.
 
     Args:
@@ -39,6 +40,9 @@ class CompilationMonitor:
         raise_if_ended: raises when the generation has ended; called by training while it waits, on any thread of
             training.
         hit_failpoint: called before training compiles a program.
+
+    Attributes:
+        fetcher: fetches from the other hosts.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class CompilationMonitor:
         self._record_event = record_event
         self._raise_if_ended = raise_if_ended
         self._hit_failpoint = hit_failpoint
-        self._fetcher = ProgramFetcher(host, credentials, directory, self._find_patience, self._on_failure)
+        self.fetcher = ProgramFetcher(host, credentials, directory, self._find_patience, self._on_failure)
         self._lock = threading.Lock()
         self._seconds = self._compiled_s = 0.0
         self._compiled = self._fetched = 0
@@ -63,11 +67,7 @@ class CompilationMonitor:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
     def begin_generation(self, generation: Generation) -> None:
-        """Reset the counts, and fetch from the members of a new generation."""
-        peers = [
-            ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.membership.members if m.endpoint
-        ]
-        self._fetcher.begin_generation(generation.number, peers)
+        """Count anew."""
         with self._lock:
             self._seconds = self._compiled_s = 0.0
             self._compiled = self._fetched = 0
@@ -75,7 +75,7 @@ class CompilationMonitor:
 
     def end(self) -> None:
         """Let what the script does after training compile on this host alone, whatever became of the generation."""
-        self._fetcher.end()
+        self.fetcher.end()
 
     def report_once(self) -> None:
         """Report what the generation's first step had to wait for; called at each commit, reports at the first."""
@@ -95,7 +95,7 @@ class CompilationMonitor:
 
     def fetch(self, key: str) -> bytes | None:
         """Return a program that another host has or compiles; None: compile it here."""
-        found = self._fetcher.fetch(key)
+        found = self.fetcher.fetch(key)
         if is_compiling_ahead():
             return found
         if found is None:
@@ -107,7 +107,7 @@ class CompilationMonitor:
 
     def finished(self) -> None:
         """Let the other hosts have the program that this thread compiled for them."""
-        self._fetcher.finish()
+        self.fetcher.finish()
 
     def missed(self, key: str, seconds: float) -> None:
         """Record that a program was compiled here."""

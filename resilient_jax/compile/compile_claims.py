@@ -54,7 +54,7 @@ class CompileClaims:
         self._unshared: set[str] = set()
         """Keys of programs that no host could keep."""
 
-    def begin_generation(self, number: GenerationNumber, endpoints: Collection[str]) -> None:
+    def drop_older(self, number: GenerationNumber, endpoints: Collection[str]) -> None:
         """Drop the claims of older generations, and what is known of hosts that are not among `endpoints`."""
         self._claims = {key: found for key, found in self._claims.items() if found[0].generation >= number}
         self._holders = {key: where for key, where in self._holders.items() if where in endpoints}

@@ -21,6 +21,8 @@ import msgspec
 from resilient_jax.compile.compile_claims import Claimant, CompileClaims, Verdict
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.transport.method import AnyMethod, Method
 
 PROGRAM_SERVICE: Final = "programs"
@@ -79,7 +81,7 @@ FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramChunk, is_streaming=True)
 REPORT_CLAIM = Method("report_claim", ClaimReport, ClaimNoted)
 
 
-class ProgramDirectory:
+class ProgramDirectory(GenerationScoped):
     """This host's programs as files, and the claims on those that it owns.
 
     Args:
@@ -99,10 +101,14 @@ class ProgramDirectory:
         """What a server of other hosts calls."""
         return {FETCH_PROGRAM: self.serve, REPORT_CLAIM: self.note}
 
-    def begin_generation(self, number: GenerationNumber, endpoints: Collection[str]) -> None:
-        """Drop the claims of hosts that are not members of the generation, whose endpoints these are."""
+    def begin_generation(self, generation: Generation) -> None:
+        """Drop the claims of hosts that are not members of the generation."""
+        self.drop_claims(generation.number, [m.endpoint for m in generation.membership.members if m.endpoint])
+
+    def drop_claims(self, number: GenerationNumber, endpoints: Collection[str]) -> None:
+        """Drop the claims of older generations, and what is known of hosts that are not among `endpoints`."""
         with self._changed:
-            self._claims.begin_generation(number, endpoints)
+            self._claims.drop_older(number, endpoints)
             self._changed.notify_all()
 
     def read(self, key: str) -> bytes | None:

@@ -28,6 +28,8 @@ from resilient_jax.compile.program_exchange import (
 )
 from resilient_jax.errors import ChecksumMismatch, ResilientJaxError
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
 
@@ -63,7 +65,7 @@ class ProgramPeer:
     endpoint: str
 
 
-class ProgramFetcher:
+class ProgramFetcher(GenerationScoped):
     """Fetches programs, and holds this host's claims.
 
     Args:
@@ -92,8 +94,14 @@ class ProgramFetcher:
         """Guarded by the lock, as all above."""
         self._renewing: threading.Thread | None = None
 
-    def begin_generation(self, number: GenerationNumber, peers: Sequence[ProgramPeer]) -> None:
-        """Set the hosts of this generation, the same on every host; this one is among them, or is to be."""
+    def begin_generation(self, generation: Generation) -> None:
+        """Fetch from the members of a generation; this host is one of them, or is to be."""
+        peers = [
+            ProgramPeer(host=m.host, endpoint=m.endpoint) for m in generation.membership.members if m.endpoint
+        ]
+        self._set_peers(generation.number, peers)
+
+    def _set_peers(self, number: GenerationNumber, peers: Sequence[ProgramPeer]) -> None:
         with self._lock:
             self._generation = number
             self._peers = tuple(sorted(peers, key=lambda peer: peer.host))
@@ -101,14 +109,14 @@ class ProgramFetcher:
             channels = [self._channels.pop(endpoint) for endpoint in gone]
         for channel in channels:
             channel.close()
-        if self._directory is not None:
-            self._directory.begin_generation(number, [peer.endpoint for peer in peers])
 
     def end(self) -> None:
         """Fetch and claim nothing from now on: training is over, and other hosts may have ended."""
         with self._lock:
             number = self._generation
-        self.begin_generation(number, [])
+        self._set_peers(number, [])
+        if self._directory is not None:
+            self._directory.drop_claims(number, [])
 
     def fetch(self, key: str) -> bytes | None:
         """Return a program that another host has or compiles; None: compile it here, then call `finish`."""

@@ -44,9 +44,9 @@ class LocalMailService:
         self.received = ReceivedMailCounter()
         self._boxes = boxes
 
-    def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
+    def enter(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Drop what older generations sent."""
-        self.box.begin_generation(generation)
+        self.box.enter(generation)
 
     def add_peer(self, peer: HostName, address: str, *, may_be_lost: bool = False) -> None:
         """Do nothing: a stage sends to every box from the beginning."""

@@ -3,7 +3,7 @@
     routes, orders (all hosts compute the same) -> StageRunner: tasks, mail -> BlockSums: parts, exchange
     -> commit_table: rows of all hosts -> BlockState: update
 
-The caller decides what happens: `begin_step` and `finish_step` in each step; after a failure `begin_generation` with
+The caller decides what happens: `begin_step` and `finish_step` in each step; after a failure `enter` with
 the hosts that are left, `agree_on_step` and `resume_step`. A step waits for others only before its update.
 """
 
@@ -177,7 +177,7 @@ class PipelineWorker:
             self.service.wait_sent(time.monotonic() + CLOSE_TIMEOUT_S)
         self.service.close()
 
-    def begin_generation(self, generation: PipelineGeneration) -> None:
+    def enter(self, generation: PipelineGeneration) -> None:
         """Have these hosts from now on; what has been done of a step is kept."""
         self._generation = generation
         sharding = generation.sharding or make_single_device_stage()
@@ -195,7 +195,7 @@ class PipelineWorker:
         # A host that joins knows of no measured ones.
         self.block_seconds, self.reports = take_equal_time, {}
         self.timings.clear()
-        self.service.begin_generation(generation.number, generation.addresses)
+        self.service.enter(generation.number, generation.addresses)
 
     def replace_state(self, step: int, states: Mapping[int, UnitState], *, are_copies: bool = False) -> None:
         """Replace the state by that after `step` steps; what was done of another step is dropped.
@@ -480,5 +480,5 @@ class PipelineWorker:
             self._generation = dataclasses.replace(self._generation, sharding=None)
 
     def _require_generation(self) -> PipelineGeneration:
-        assert self._generation is not None, "begin_generation comes first"
+        assert self._generation is not None, "enter comes first"
         return self._generation

@@ -32,7 +32,7 @@ class MailCarrier(Protocol):
     received: ReceivedMailCounter
     address: str
 
-    def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
+    def enter(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Have these peers from now on, with no mail of older generations."""
         ...
 

@@ -154,7 +154,7 @@ class UnitCopies:
             wanted: the units that each host is to hold when this one has joined.
         """
         # The mail of the generation that the members train in: this host will join the one after it.
-        self._service.begin_generation(self.generation, addresses)
+        self._service.enter(self.generation, addresses)
         self._wanted = frozenset(wanted[self._own])
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
         number = MAX_GENERATIONS + secrets.randbits(REQUEST_BITS)

@@ -19,6 +19,8 @@ from resilient_jax.host_exchange import AddingWorld, CollectiveExchange
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import MAX_FRAME_BYTES
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationEnding, GenerationScoped
 from resilient_jax.protocol.snapshots import Protection, SnapshotId, SnapshotLayout, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.snapshot.local_client import LocalServerClient
@@ -105,7 +107,7 @@ class _Peer(msgspec.Struct, frozen=True, array_like=True):
     domain: str
 
 
-class Snapshotter:
+class Snapshotter(GenerationScoped):
     """Takes and opens the snapshots of one worker, in all of its generations."""
 
     def __init__(
@@ -136,25 +138,20 @@ class Snapshotter:
         self._opened: _Opened | None = None
         self._schedule: ProtectionSchedule | None = None
         self._base: SnapshotId | None = None
-        """The snapshot that the present generation resumed from, or goes back to."""
+        """The snapshot that the present generation resumes from, or goes back to if it comes to nothing: servers keep
+        it. None: there is none."""
         self._copy_timeout_s = COPY_TIMEOUT_S
         self._blocked_s = 0.0
         """How long the snapshots of this generation have blocked training."""
         self._protection = Protection()
         """When this generation takes snapshots."""
 
-    def begin_generation(self, protection: Protection, *, base: SnapshotId | None = None) -> None:
-        """Begin a generation.
-
-        Args:
-            protection: when the generation takes snapshots, the same on all hosts. A first snapshot that is urgent is
-                waited for longer.
-            base: the snapshot that the generation resumes from, or goes back to if it comes to nothing; servers keep
-                this snapshot. None: there is none.
-        """
+    def begin_generation(self, generation: Generation) -> None:
+        """Take snapshots as the generation's protection says; a first one that is urgent is waited for longer."""
+        protection = generation.state.protection
         self._copy_timeout_s = URGENT_COPY_TIMEOUT_S if protection.from_first_commit else COPY_TIMEOUT_S
         self._protection = protection
-        self._base = base
+        self._base = generation.state.snapshot.id if generation.state.snapshot is not None else None
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.
@@ -292,21 +289,19 @@ class Snapshotter:
         self._line.record_event(EventKind.SNAPSHOT_DROPPED, step=state.step, reason=reason)
         return None
 
-    def end_generation(self, *, is_needed: bool) -> SnapshotId | None:
-        """End the generation and release all arrays; return the newest snapshot of which this host's part is complete.
+    def end_generation(self, ending: GenerationEnding) -> None:
+        """Release all arrays, and name the newest snapshot of which this host's part is complete.
 
-        Args:
-            is_needed: whether the copy in progress is finished, if that does not take too long; otherwise the copy is
-                cancelled.
+        The copy in progress is cancelled, unless it is needed and does not take too long.
         """
-        if is_needed:
+        if ending.is_copy_needed:
             self._capture.wait_until_finished(FINISH_TIMEOUT_S)
         self._capture.cancel("its generation has ended")
         self._capture.wait_until_copied(COPY_TIMEOUT_S)
         opened, newest = self._opened, self._capture.newest_finished
         self._opened = self._base = None
         is_ours = opened is not None and newest is not None and newest.generation == opened.layout.generation
-        return newest if is_ours else None
+        ending.copied = newest if is_ours else None
 
     def open_reader(self, plan: SnapshotPlan) -> SnapshotReader:
         """Return a reader of the snapshot of `plan`, which reads from this host's memory where possible."""

@@ -53,7 +53,7 @@ class AuditResponder(Protocol):
         """
         ...
 
-    def begin_generation(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
+    def take_over(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
         """Take over what the host knows that has trained last, so that all hosts know the same.
 
         Args:
@@ -97,7 +97,7 @@ class Auditor:
     ) -> tuple[Audit, ...]:
         """Return the audits of an accumulation, the same on all hosts. All must call this."""
         if not self._has_begun:
-            self._begin_generation(spec.step, hosts)
+            self._exchange_records(spec.step, hosts)
             self._has_begun = True
         return draw_audits(spec, assignment, self._share)
 
@@ -122,13 +122,13 @@ class Auditor:
         else:
             self._responder.pass_audit(list_audited_hosts(audits, assignment), spec.step)
 
-    def _begin_generation(self, step: int, hosts: CollectiveExchange) -> None:
+    def _exchange_records(self, step: int, hosts: CollectiveExchange) -> None:
         knowledge, known = self._responder.describe_record(), self._responder.list_verified_steps()
         if hosts.num_hosts == 1:
-            self._responder.begin_generation(step, [knowledge], known)
+            self._responder.take_over(step, [knowledge], known)
             return
         told = hosts.gather(knowledge)
         # The first of those that have trained last: all hosts know which that is.
         last = max(range(hosts.num_hosts), key=lambda host: told[host].generation)
         (newest,) = hosts.gather(known, speakers=[last], room_bytes=MAX_INTEGER_BYTES * (1 + len(known)))
-        self._responder.begin_generation(step, told, newest)
+        self._responder.take_over(step, told, newest)

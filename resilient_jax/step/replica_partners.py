@@ -131,7 +131,7 @@ class ReplicaPartners:
         if self._mail is None:
             self._mail = self._open_mail()
             addresses = gather_mail_addresses(exchange, self._hosts, self._mail.address)
-            self._mail.begin_generation(self._generation, addresses)
+            self._mail.enter(self._generation, addresses)
         for number, replica in replicas.items():
             indexes = locations[number].host_indexes
             self._groups[replica] = _Group(

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.worker_tasks import WorkerTask
 
 NUM_KEPT: Final = 64
@@ -53,7 +55,7 @@ class _Work:
     since_s: float
 
 
-class WorkerActivity:
+class WorkerActivity(GenerationScoped):
     """The tasks of one process. Thread-safe.
 
     Args:
@@ -74,7 +76,7 @@ class WorkerActivity:
         self._seen: set[TaskPath] = set()
         """Tasks that this generation has finished once."""
 
-    def begin_generation(self) -> None:
+    def begin_generation(self, generation: Generation) -> None:
         """Forget nothing, but count no task's first silence: programs may be compiled or loaded in it."""
         with self._lock:
             self._seen.clear()

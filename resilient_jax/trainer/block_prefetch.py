@@ -67,9 +67,7 @@ class BlockPrefetch:
         self._is_member_or_gone = threading.Event()
         """Ends the thread that drops mail while this host is no member."""
 
-    def begin_generation(
-        self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]
-    ) -> None:
+    def enter(self, placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState]) -> None:
         """Have copies made for the next change of members in this generation, of which this host is one."""
         world, self._placement = placement.world, placement
         self._copies = _make_copies(placement, worker, shapes, world.generation)

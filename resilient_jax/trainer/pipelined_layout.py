@@ -29,7 +29,7 @@ class PipelinedLayout(StateLayout):
 
     def __init__(self, world: World, arrangement: Arrangement, steps: PipelinedSteps) -> None:
         self._steps = steps
-        self._units = steps.begin_generation(world, arrangement.replica_shape)
+        self._units = steps.enter(world, arrangement.replica_shape)
         super().__init__(world, self._units, arrangement)
 
     def restore(

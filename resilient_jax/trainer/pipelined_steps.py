@@ -33,6 +33,7 @@ from resilient_jax.pipeline.sum_pieces import list_scalar_results
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.step.assignment import ReplicaShape
@@ -54,6 +55,7 @@ from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.transport.mail_protocol import MailKind
+from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.world import World
 
 LOSS_METRIC = "loss"
@@ -67,7 +69,7 @@ FAILPOINTS = {
 }
 
 
-class PipelinedSteps:
+class PipelinedSteps(KeptArrays):
     """The pipeline of this host for one `fit`.
 
     Attributes:
@@ -131,7 +133,7 @@ class PipelinedSteps:
 
     # A generation.
 
-    def begin_generation(self, world: World, shape: ReplicaShape) -> UnitPlacement:
+    def enter(self, world: World, shape: ReplicaShape) -> UnitPlacement:
         """Return where the units are on the live hosts, whose devices have the axes of `shape`."""
         worker = self._open_worker(world)
         units = self._units
@@ -153,7 +155,7 @@ class PipelinedSteps:
         # Without collectives a host may begin it sooner; a copy that lacks sums because of that is given up.
         self._prefetch.take(placement, worker, units.abstract)
         addresses = self._addresses.learn(world, worker.service.address)
-        worker.begin_generation(
+        worker.enter(
             PipelineGeneration(
                 number=world.generation,
                 hosts=tuple(sorted(world.hosts)),
@@ -167,7 +169,7 @@ class PipelinedSteps:
             # Not of the step under way: hosts may be in different ones.
             mail = dataclasses.replace(worker.make_mail(), step=PROGRESS_STEP)
             sums.exchange = mail.make_exchange(world.hosts, world.host, MailKind.HOST_NUMBERS)
-        self._prefetch.begin_generation(placement, worker, units.abstract)
+        self._prefetch.enter(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(
             placement,
@@ -268,7 +270,7 @@ class PipelinedSteps:
                 "returned, or restore_or_init. A step donates the state that it is given"
             )
         watch = self._watch
-        assert watch is not None, "begin_generation comes first"
+        assert watch is not None, "enter comes first"
         with worker_activity.task(WorkerTask.SUM):  # it may wait for other hosts
             watch.begin_step(step)
         _expect_data(self._data, placement, step)
@@ -376,7 +378,7 @@ class PipelinedSteps:
             part, generation=generation, losses=watch.losses, outlook=watch.outlook, order=watch.order
         )
 
-    def move_to_host(self) -> None:
+    def leave_devices(self, generation: Generation | None) -> None:
         """Copy the units of this host to its memory: the devices are going away, and the others have no other state."""
         self._prefetch.drop()
         if self._worker is not None:
@@ -384,13 +386,14 @@ class PipelinedSteps:
         self._early_stopping = jax.tree.map(np.array, self._early_stopping)
         self._placement, self._watch = None, None
 
-    def drop(self) -> None:
-        """Drop every array: the others have another state, or this host leaves them."""
-        self._prefetch.drop()
-        self.drop_part()
+    def drop(self, *, keeps_copies: bool = False) -> None:
+        """Drop every array: the others have another state, or this host leaves them.
 
-    def drop_part(self) -> None:
-        """Drop every array but copies of units that others have."""
+        Args:
+            keeps_copies: True: copies stay of units that others have.
+        """
+        if not keeps_copies:
+            self._prefetch.drop()
         if self._worker is not None:
             self._worker.drop_state()
         self._placement, self._watch, self._early_stopping = None, None, {}
@@ -434,11 +437,11 @@ class PipelinedSteps:
         return found
 
     def _require_worker(self) -> PipelineWorker:
-        assert self._worker is not None, "begin_generation comes first"
+        assert self._worker is not None, "enter comes first"
         return self._worker
 
     def _require_placement(self) -> UnitPlacement:
-        assert self._placement is not None, "begin_generation comes first"
+        assert self._placement is not None, "enter comes first"
         return self._placement
 
 

@@ -83,7 +83,7 @@ class PlanCalibrator:
         self._measured: dict[tuple[str, int], StepMeasurement] = {}
         """By plan and its devices, the oldest first."""
 
-    def begin_generation(self) -> None:
+    def forget_steps(self) -> None:
         """Measure another plan from now on."""
         self._steps.clear()
         self._num_steps = 0

@@ -202,7 +202,7 @@ class PlannedPipeline:
             own = jax.tree.map(lambda array: array[index * size : (index + 1) * size], rows)
             return stage.sharding.place_values((own, (keys[index], np.uint32(index))))
 
-        self._begin_generation(step, state)
+        self._begin_step(step, state)
         started_s = time.monotonic()
         running: dict[HostName, concurrent.futures.Future[CommitTable]] = {}
         for stage in self.stages:
@@ -234,7 +234,7 @@ class PlannedPipeline:
             worker.drop_step()
             raise
 
-    def _begin_generation(self, step: int, state: PipelinedState) -> None:
+    def _begin_step(self, step: int, state: PipelinedState) -> None:
         """Begin anew, whatever became of the step before.
 
         Stages read the state here, one after the other: JAX makes the list of an array's shards when it is first asked
@@ -244,7 +244,7 @@ class PlannedPipeline:
         self._generation += 1
         for stage in self.stages:
             worker = self._workers[stage.name]
-            worker.begin_generation(
+            worker.enter(
                 PipelineGeneration(
                     number=self._generation,
                     hosts=tuple(sorted(self._workers)),

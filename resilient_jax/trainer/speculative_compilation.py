@@ -76,7 +76,7 @@ class SpeculativeCompiler:
         if number == 0:
             self._first_s, self._is_measuring = seconds, False
             if self._calibrator is not None:
-                self._calibrator.begin_generation()
+                self._calibrator.forget_steps()
             world.step_services.compile_ahead(self._list_jobs(world, current))
         elif number == 1:
             self._longest_s = max(self._longest_s, self._first_s - seconds)

@@ -74,7 +74,7 @@ class MailService:
         self._listener = IncomingConnections(host, credentials, self._serve, f"rj-mail-{own_name}")
         self.address = f"{host}:{self._listener.port}"
 
-    def begin_generation(self, generation: int, addresses: Mapping[HostName, str]) -> None:
+    def enter(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Have these peers from now on, with no mail of older generations in any queue or box.
 
         Connections to peers that stay are kept. A peer to which the connection ended is dialled again. Call this
@@ -99,7 +99,7 @@ class MailService:
             ]
         for sender in ended:
             sender.close()  # before the box forgets what is lost: afterwards these can report nothing
-        self.box.begin_generation(generation)
+        self.box.enter(generation)
         with self._lock:
             self._lost.clear()
             self._may_be_lost.clear()

@@ -1,7 +1,7 @@
 """The values that have arrived on a host, by key, until they are taken.
 
 A value may come twice: after a failure hosts send it again that do not know whether the first copy arrived. All copies
-have the same bits, so the first one is kept, and a key that was taken is remembered, until `begin_generation` or
+have the same bits, so the first one is kept, and a key that was taken is remembered, until `enter` or
 `finish_step` makes it too old.
 """
 
@@ -115,7 +115,7 @@ class Mailbox:
                 self._silent.setdefault(sender, error)
             self._changed.notify_all()
 
-    def begin_generation(self, generation: int) -> None:
+    def enter(self, generation: int) -> None:
         """Refuse values of older generations from now on, drop those that are here, and count no host as silent.
 
         Steps begin anew, as a generation may go back to a step that was finished.

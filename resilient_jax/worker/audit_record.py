@@ -34,7 +34,7 @@ class AuditRecord:
         """
         return tuple(self._verified.get(host, UNKNOWN) for host in hosts)
 
-    def begin_generation(
+    def take_over(
         self,
         generation: GenerationNumber,
         hosts: Sequence[HostName],

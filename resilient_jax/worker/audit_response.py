@@ -47,9 +47,9 @@ class AuditResponse:
         """See `AuditRecord.describe`."""
         return self._record.describe(self._host)
 
-    def begin_generation(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
-        """See `AuditRecord.begin_generation`."""
-        self._record.begin_generation(self._generation, self._hosts, step, knowledge, newest)
+    def take_over(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
+        """See `AuditRecord.take_over`."""
+        self._record.take_over(self._generation, self._hosts, step, knowledge, newest)
 
     def pass_audit(self, indexes: Sequence[int], step: int) -> None:
         """Record that these hosts computed in a step what others did."""

@@ -1,7 +1,7 @@
 """The committed state and the sums of the step in flight: what a worker keeps from one generation to the next."""
 
-from typing import Protocol
-
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.state.flat_state import FlatState
@@ -11,28 +11,24 @@ from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.host_health import HealthRecord
 
 
-class KeptArrays(Protocol):
+class KeptArrays(GenerationScoped):
     """Arrays on devices that a train function keeps from one generation to the next by itself.
 
-    They are what it has done of the step under way, and its part of a state that the hosts have in parts.
+    They are what it has done of the step under way, and its part of a state that the hosts have in parts. The handover
+    of the state tells them whether they leave the devices or are of no use, as the state that they belong to.
     """
 
     @property
     def part(self) -> StatePart | None:
         """The part of the newest state that is here; None: nothing, or it is not known to be of that state."""
-        ...
+        return None
 
-    def move_to_host(self) -> None:
-        """Copy all of them to host memory: the devices are going away."""
-        ...
+    def drop(self, *, keeps_copies: bool = False) -> None:
+        """Drop all arrays: what was done is of no use any more.
 
-    def drop(self) -> None:
-        """Drop all arrays: what was done is of no use any more."""
-        ...
-
-    def drop_part(self) -> None:
-        """Drop all arrays but copies of what the others have, made for this change of members."""
-        ...
+        Args:
+            keeps_copies: True: copies stay of what the others have, made for this change of members.
+        """
 
 
 class CommittedState:
@@ -105,10 +101,10 @@ class CommittedState:
         for contributions in self.contributions.values():
             contributions.move_to_host()
 
-    def move_kept_to_host(self) -> None:
+    def have_kept_leave(self, generation: Generation) -> None:
         """Copy the arrays that train functions keep by themselves to host memory, before the backend is destroyed."""
         for kept in self.kept:
-            kept.move_to_host()
+            kept.leave_devices(generation)
 
     def clear(self, *, keeps_copies: bool = False) -> None:
         """Drop everything: the valid state is on other hosts, or there is none.
@@ -124,7 +120,4 @@ class CommittedState:
     def drop_kept(self, *, keeps_copies: bool = False) -> None:
         """Drop the arrays that train functions keep by themselves."""
         for kept in self.kept:
-            if keeps_copies:
-                kept.drop_part()
-            else:
-                kept.drop()
+            kept.drop(keeps_copies=keeps_copies)

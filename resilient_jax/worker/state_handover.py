@@ -7,6 +7,7 @@ from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
@@ -15,7 +16,7 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
 
 
-class StateHandover:
+class StateHandover(GenerationScoped):
     """Both sides of a transfer between workers, and what needs none.
 
     Args:
@@ -44,12 +45,18 @@ class StateHandover:
         """End a fetch that is under way; for the guard thread."""
         self._transfer.cancel()
 
-    def prepare(self, generation: Generation, *, in_place: bool) -> None:
-        """Return with the state of `generation.state.step` here, or knowing where the train function gets it from.
+    def keep_devices(self, generation: Generation) -> None:
+        """Return with the state of `generation.state.step` here, or knowing where the train function gets it from."""
+        self._prepare(generation, in_place=True)
 
-        Args:
-            in_place: True: the devices stay. False: everything on them is moved to host memory.
-        """
+    def leave_devices(self, generation: Generation | None) -> None:
+        """Do as `keep_devices` does, with everything in host memory; of no generation, keep the state alone."""
+        if generation is None:
+            self._keep_state()
+        else:
+            self._prepare(generation, in_place=False)
+
+    def _prepare(self, generation: Generation, *, in_place: bool) -> None:
         committed = self._committed
         if generation.state.is_state_in_parts:
             self._prepare_part(generation, in_place=in_place)
@@ -89,7 +96,7 @@ class StateHandover:
         is_doubtful = generation.failures.are_parts_doubtful or generation.state.trusted_step is not None
         committed.move_contributions_to_host()
         if is_of_this_step and not is_doubtful:
-            committed.move_kept_to_host()
+            committed.have_kept_leave(generation)
         else:
             committed.drop_kept()
 
@@ -98,10 +105,10 @@ class StateHandover:
         if self._host in generation.state.receivers:
             self._committed.clear(keeps_copies=in_place)
         elif not in_place:
-            self._committed.move_kept_to_host()
+            self._committed.have_kept_leave(generation)
         self._committed.set_parts(generation.state.step)
 
-    def move_to_host(self) -> None:
+    def _keep_state(self) -> None:
         """Move the state to host memory: this worker leaves its world while others train.
 
         Of the step in flight they have what they need, and of a state that is sharded over hosts it has a part only.

@@ -16,10 +16,11 @@ import jax
 
 from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.child_process import restore_normal_priority
-from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
+from resilient_jax.compile.program_exchange import ProgramDirectory
 from resilient_jax.errors import CallerError, PeerError, SnapshotLost
-from resilient_jax.events import Event, EventKind
+from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compilation_state import watch_compiler
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
@@ -28,7 +29,7 @@ from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
 from resilient_jax.protocol.generation import SeatId, WorldChange
-from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.generation_scoped import GenerationEnding, GenerationScoped
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
@@ -44,7 +45,6 @@ from resilient_jax.snapshot.malloc_settings import release_freed_memory
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.peer_transfer import StateServer
 from resilient_jax.state.snapshotter import Snapshotter
-from resilient_jax.step import reduction
 from resilient_jax.step.auditor import Auditor
 from resilient_jax.step.device_speed import DeviceSpeed
 from resilient_jax.step.device_throttle import make_throttle
@@ -60,6 +60,13 @@ from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.digest_log import DigestObserver, open_digest_log
 from resilient_jax.worker.generation_info import describe_generation
+from resilient_jax.worker.generation_parts import (
+    GenerationParts,
+    RecentEvents,
+    SnapshotFlush,
+    WorldExit,
+    summarize,
+)
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.host_health import HostHealth, continue_record
@@ -109,7 +116,7 @@ class Worker:
         self._settings = settings
         credentials = Credentials.from_paths(settings.token, settings.tls)
         self._committed = CommittedState()
-        self._events: list[Event] = []  # of the present generation, until its world is formed
+        self._events = RecentEvents()
         self._mail = MailOpener(settings.address, credentials, settings.collective_timeout_s)
         self._failpoints = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
@@ -148,7 +155,7 @@ class Worker:
             self._agent,
             self._hit_failpoint,
         )
-        self._monitor = CompilationMonitor(
+        self._monitor = monitor = CompilationMonitor(
             settings.host,
             credentials,
             programs,
@@ -156,13 +163,26 @@ class Worker:
             raise_if_ended=self._agent.raise_if_ended,
             hit_failpoint=self._hit_failpoint,
         )
-        self._compiler = AheadOfTimeCompiler(
-            self._monitor.record_compiled_ahead, self._monitor.record_failed_ahead
-        )
+        self._compiler = AheadOfTimeCompiler(monitor.record_compiled_ahead, monitor.record_failed_ahead)
+        self._parts = GenerationParts(self._list_parts(programs))
         watch_compiler()
         unshared_because = share_compilation_cache(self._monitor, settings.compile_cache_bytes)
         for why in filter(None, (unshared_because, keep_lowerings())):
             self._agent.record_event(EventKind.COMPILE_CACHE_DISABLED, why=why)
+
+    def _list_parts(self, programs: ProgramDirectory | None) -> list[GenerationScoped]:
+        return [
+            worker_activity,
+            self._connector,
+            self._events,
+            self._monitor.fetcher,
+            *([programs] if programs is not None else []),
+            self._monitor,
+            WorldExit(self._compiler, self._connector, self._agent, self._record_event),
+            self._handover,
+            SnapshotFlush(self._committed, self._snapshotter, self._agent, self._record_event),
+            self._snapshotter,
+        ]
 
     def run(self, train_fn: TrainFunction, death_pipe: int | None) -> None:
         """Execute orders until the job is over.
@@ -203,12 +223,14 @@ class Worker:
                 continue
             is_done, failure = self._run_generation(order, train_fn)
             self._record_event(EventKind.WORKER_IDLE, done=is_done)
-            self._connector.end_generation(is_intact=failure is None and not self._agent.is_interrupted)
-            snapshot = self._flush_snapshot(order) if failure is None and not is_done else None
-            # Of a state that no host has all of, the next generation is to have the newest snapshot.
-            copied = self._snapshotter.end_generation(
-                is_needed=not is_done and not self._committed.holds_state
+            ending = GenerationEnding(
+                generation=order.generation.number,
+                is_intact=failure is None and not self._agent.is_interrupted,
+                is_flushed=failure is None and not is_done,
+                # Of a state that no host has all of, the next generation is to have the newest snapshot.
+                is_copy_needed=not is_done and not self._committed.holds_state,
             )
+            self._parts.end_generation(ending)
             if self._connector.is_broken:
                 self._agent.report_found(worker_protocol.report_world, None)
             elif is_detached():
@@ -218,8 +240,8 @@ class Worker:
                 step=self._committed.step,
                 holds_state=self._committed.holds_state,
                 part=self._committed.part,
-                snapshot=snapshot,
-                copied=copied,
+                snapshot=ending.flushed,
+                copied=ending.copied,
                 done=is_done,
                 failure=failure,
             )
@@ -233,22 +255,15 @@ class Worker:
 
     def _run_generation(self, order: FormWorld, train_fn: TrainFunction) -> tuple[bool, WorkerFailure | None]:
         """Return whether `train_fn` returned, and its failure. Leaves no reference to arrays or exceptions behind."""
-        worker_activity.begin_generation()
         try:
+            self._parts.begin_generation(order.generation)
             with worker_activity.task(WorkerTask.FORMING):
                 self._form_world(order)
-            self._snapshotter.begin_generation(
-                order.generation.state.protection,
-                base=order.generation.state.snapshot.id
-                if order.generation.state.snapshot is not None
-                else None,
-            )
             world = self._make_world(order)
             try:
                 train_fn(world)
             finally:
-                self._connector.leave_replicas()  # first: their other hosts may wait for this one
-                self._compiler.cancel()
+                self._parts.unwind()
             return True, None
         except CorruptionFound as found:
             # Also if this host is interrupted by now: its report is what others must not go on without.
@@ -267,33 +282,19 @@ class Worker:
                 late = WorkerFailure(kind=WorkerFailureKind.LATE, text=text)
                 return False, None if is_of_others else late
             if isinstance(error, SnapshotLost):
-                self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=_summarize(error))
+                self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=summarize(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
             if is_of_others:
-                self._record_event(EventKind.COLLECTIVE_FAILED, error=_summarize(error))
+                self._record_event(EventKind.COLLECTIVE_FAILED, error=summarize(error))
                 is_explained = isinstance(error, ServiceEnded)
                 kind = WorkerFailureKind.NO_SERVICE if is_explained else WorkerFailureKind.COLLECTIVE
                 return False, WorkerFailure(kind=kind, text=text)
-            self._record_event(EventKind.USER_ERROR, error=_summarize(error))
+            self._record_event(EventKind.USER_ERROR, error=summarize(error))
             self._report_failure(WorkerFailure(kind=WorkerFailureKind.USER, text=text))
             raise
 
     def _report_failure(self, failure: WorkerFailure) -> None:
         self._agent.report_found(worker_protocol.report_failure, (failure, self._committed.step))
-
-    def _flush_snapshot(self, order: FormWorld) -> SnapshotId | None:
-        """Return the snapshot of the committed state before a planned change, if hosts that stay have not all of it."""
-        if self._agent.is_interrupted or self._committed.holds_state or not self._agent.takes_snapshot:
-            return None
-        try:
-            return self._snapshotter.flush(order.generation.number, self._committed.state)
-        except GenerationEnded:
-            return None  # an unplanned change interrupted the planned one
-        except PeerError as error:  # the server is gone; the agent notices
-            self._record_event(
-                EventKind.SNAPSHOT_DROPPED, step=self._committed.step, reason=_summarize(error)
-            )
-            return None
 
     def _interrupt(self) -> None:
         """Break the main thread out of whatever C++ it waits in; for the guard thread."""
@@ -305,16 +306,13 @@ class Worker:
     def _form_world(self, order: FormWorld) -> None:
         """Bring this process into the generation's world, with the committed state."""
         generation = order.generation
-        self._connector.prepare()
-        self._events.clear()
-        self._monitor.begin_generation(generation)
         started_s = time.monotonic()
         if generation.membership.change is WorldChange.REFORM:
             self._reform(order)
         else:
-            self._handover.prepare(generation, in_place=True)
+            self._parts.keep_devices(generation)
         self._agent.raise_if_ended()
-        self._connector.begin_generation(generation)
+        self._connector.join_members(generation)
         self._hit_failpoint(FailPoint.BEFORE_FORMED)
         self._record_event(
             EventKind.WORLD_FORMED,
@@ -332,8 +330,7 @@ class Worker:
 
     def _reform(self, order: FormWorld) -> None:
         """Leave the old world with the state in host memory, and join the new one."""
-        self._handover.prepare(order.generation, in_place=False)
-        self._leave_world()
+        self._parts.leave_devices(order.generation)
         # Leaving may take a second or two: do not begin to join a world that is outdated by now.
         self._agent.raise_if_ended()
         self._hit_failpoint(FailPoint.BEFORE_CONNECT)
@@ -343,9 +340,8 @@ class Worker:
         """Connect to a seat of the world in which others train, and report whether it worked."""
         failure, started_s = None, time.monotonic()
         try:
-            self._connector.prepare()
-            self._handover.move_to_host()
-            self._leave_world()
+            self._parts.begin_generation(order.generation)
+            self._parts.leave_devices(None)
             self._agent.raise_if_ended()
             self._hit_failpoint(FailPoint.BEFORE_CONNECT)
             self._connector.take_seat(order)
@@ -356,10 +352,10 @@ class Worker:
             pass
         except Exception as error:
             if not self._agent.is_interrupted:
-                self._record_event(EventKind.SEAT_NOT_TAKEN, error=_summarize(error))
+                self._record_event(EventKind.SEAT_NOT_TAKEN, error=summarize(error))
                 text = "".join(traceback.format_exception(error))
                 failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
-        self._connector.end_generation(is_intact=True)
+        self._parts.end_generation(GenerationEnding(generation=order.generation.number, is_intact=True))
         world = order.generation.membership.world if self._connector.is_connected else None
         self._agent.report_seat(world, failure)
 
@@ -370,7 +366,6 @@ class Worker:
         job for all, so this host leaves before it is a member.
         """
         started_s, problem = time.monotonic(), ""
-        self._monitor.begin_generation(order.generation)
         try:
             kept = self._committed.kept
             if not rehearse(train_fn, order, self._agent, self._connector.interrupt, self._mail, kept):
@@ -381,29 +376,15 @@ class Worker:
             os._exit(RESTART_EXIT_CODE)
         except Exception as error:
             self._agent.raise_if_ended()
-            problem = _summarize(error)
+            problem = summarize(error)
         if self._settings.is_standby:
             release_freed_memory()  # it may wait for days
         else:
             gc.collect()  # the state of the rehearsal, and tracebacks that refer to it
         self._record_event(EventKind.STEP_REHEARSED, seconds=time.monotonic() - started_s, problem=problem)
 
-    def _leave_world(self) -> None:
-        started_s = time.monotonic()
-        is_idle = drop_programs(self._compiler)
-        if not self._connector.is_connected:
-            return
-        leaks = self._connector.leave(is_backend_in_use=not is_idle)
-        self._agent.report_found(worker_protocol.report_world, None)
-        self._record_event(
-            EventKind.WORLD_LEFT,
-            seconds=time.monotonic() - started_s,
-            leaked_backends=leaks.backends,
-            leaked_clients=leaks.clients,
-        )
-
     def _make_world(self, order: FormWorld) -> World:
-        info = describe_generation(order, tuple(self._events))
+        info = describe_generation(order, tuple(self._events.found))
         observers: list[Observer] = [
             ReductionPrecompiler(self._compiler),
             _FirstCommitObserver(self._monitor, self._server),
@@ -462,7 +443,7 @@ class Worker:
         self._agent.record_event(EventKind.DIGESTS_UNWRITTEN, why=why)
 
     def _record_event(self, kind: EventKind, **detail: str | float | bool) -> None:
-        self._events.append(self._agent.record_event(kind, **detail))
+        self._events.found.append(self._agent.record_event(kind, **detail))
 
 
 def _make_limits(settings: WorkerSettings) -> HangLimits:
@@ -474,17 +455,6 @@ def _make_limits(settings: WorkerSettings) -> HangLimits:
     )
 
 
-def drop_programs(compiler: AheadOfTimeCompiler) -> bool:
-    """Drop the cached programs of a world that is left: they refer to its devices, and would keep its backend.
-
-    Returns:
-        Whether `compiler` has stopped working for the world's devices, within `LEAVE_TIMEOUT_S`.
-    """
-    is_idle = compiler.wait_until_idle(LEAVE_TIMEOUT_S)
-    reduction.clear_caches()  # not sooner: the compiler's thread would fill them again
-    return is_idle
-
-
 def _format_from_script(error: BaseException) -> str:
     """Return the traceback from the script's first line on, as Python prints it if no code catches the error."""
     formatted = traceback.TracebackException.from_exception(error)
@@ -494,7 +464,3 @@ def _format_from_script(error: BaseException) -> str:
     callers = list(itertools.dropwhile(lambda frame: frame.filename != script, callers)) or callers
     formatted.stack = traceback.StackSummary.from_list([*callers, *formatted.stack])
     return "".join(formatted.format())
-
-
-def _summarize(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -30,6 +30,7 @@ from resilient_jax.jax_runtime.world_forming import (
     limit_interruption,
 )
 from resilient_jax.protocol.generation import Generation, WorldChange
+from resilient_jax.protocol.generation_scoped import GenerationEnding, GenerationScoped
 from resilient_jax.protocol.worker_messages import FormWorld, TakeSeat, WorkerSettings
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.transport.mail_service import MailService
@@ -45,7 +46,7 @@ LISTENER_TIMEOUT_S: Final = 2.0
 """A worker publishes where it listens before it asks to join, so this is the service's time to answer."""
 
 
-class WorldConnector:
+class WorldConnector(GenerationScoped):
     """This worker's connection to at most one world at a time."""
 
     def __init__(self, settings: WorkerSettings, record_event: Callable[..., object]) -> None:
@@ -84,7 +85,7 @@ class WorldConnector:
         has_replicas = self._partners is not None and self._partners.span_hosts
         return self._are_spared_broken or self._has_given_up or (has_replicas and not self._trains_on_cpu)
 
-    def prepare(self) -> None:
+    def begin_generation(self, generation: Generation) -> None:
         """Forget that the previous generation was interrupted."""
         self._delay, self._has_unwound, self._partners = None, False, None
 
@@ -156,7 +157,7 @@ class WorldConnector:
                 EventKind.WORLD_MEMBERS_MET, hosts=len(seats), seconds=time.monotonic() - started_s
             )
 
-    def begin_generation(self, generation: Generation) -> None:
+    def join_members(self, generation: Generation) -> None:
         """Make the generation's members those that JAX counts, and that an interruption breaks away from.
 
         Raises:
@@ -204,7 +205,7 @@ class WorldConnector:
         )
         return self._partners
 
-    def leave_replicas(self) -> None:
+    def unwind(self) -> None:
         """Tell the other hosts of this host's replicas that it begins no program with them any more."""
         if self._partners is not None:
             self._partners.leave()
@@ -223,15 +224,11 @@ class WorldConnector:
         assert self._connection is not None, "replicas communicate in a world"
         self._cliques.end_program(self._connection.gloo, is_intact=is_intact)
 
-    def end_generation(self, *, is_intact: bool) -> None:
-        """Note which connections the members had; before this worker reports that it is idle.
-
-        Args:
-            is_intact: True: the generation ended without an interruption or a failure.
-        """
+    def end_generation(self, ending: GenerationEnding) -> None:
+        """Note which connections the members had; before this worker reports that it is idle."""
         self._has_unwound = True
         if self._connection is not None:
-            self._cliques.end(self._connection.gloo, is_intact=is_intact and self._delay is None)
+            self._cliques.end(self._connection.gloo, is_intact=ending.is_intact and self._delay is None)
 
     def close(self) -> None:
         """End what meets the other hosts of this host's replicas."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from resilient_jax.config import JobConfig
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.telemetry.worker_activity import WorkerActivity
 from resilient_jax.worker.hang_detection import MAX_LOOK_INTERVAL_S, HangDetector, HangLimits
@@ -41,6 +43,10 @@ class QuietFigures(msgspec.Struct, frozen=True, kw_only=True):
     longest_s: float
 
 
+GENERATION = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE)
+"""Of which an activity only needs to know that it begins."""
+
+
 class QuietHost:
     """One host of a job.
 
@@ -57,7 +63,7 @@ class QuietHost:
         self._step = 0
 
     def begin_generation(self) -> None:
-        self.activity.begin_generation()
+        self.activity.begin_generation(GENERATION)
 
     def begin_step(self) -> None:
         self._step += 1

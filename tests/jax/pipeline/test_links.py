@@ -236,7 +236,7 @@ def test_hosts_exchange_mail_in_pairs() -> None:
     try:
         addresses = {name: service.address for name, service in zip(names, services, strict=True)}
         for service in services:
-            service.begin_generation(1, addresses)
+            service.enter(1, addresses)
         rounds = pair_hosts(len(names))
         mails = [
             StepMail(service=service, generation=1, step=7, wait_timeout_s=WAIT_S, check=lambda: None)

@@ -168,7 +168,7 @@ def make_host(request):
 def pair(make_host):
     """A member that trains, and a host that joins; its own state is of no step."""
     member, joiner = make_host(MEMBER), make_host(JOINER)
-    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    member.service.enter(GENERATION, {MEMBER: member.service.address})
     member.train()
     ask(joiner, member)
     return member, joiner
@@ -187,7 +187,7 @@ def ask(joiner, member):
 
 def test_an_update_waits_for_the_units_that_are_being_packed_whose_arrays_it_deletes(make_host):
     member, joiner = make_host(MEMBER), make_host(JOINER)
-    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    member.service.enter(GENERATION, {MEMBER: member.service.address})
     send, may_send, packer = member.service.send, threading.Event(), "rj-copies-"
 
     def send_late(to, mail):
@@ -289,7 +289,7 @@ def test_copies_of_another_model_are_dropped(pair):
 
 def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
     member, joiner = make_host(MEMBER), make_host(JOINER)
-    member.service.begin_generation(GENERATION, {MEMBER: member.service.address})
+    member.service.enter(GENERATION, {MEMBER: member.service.address})
     everything = range(len(joiner.state.units))
     joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
     deadline = Deadline(WAIT_S)
@@ -308,7 +308,7 @@ def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
 def member(make_host):
     """A member that trains, and is the first one."""
     host = make_host(MEMBER)
-    host.service.begin_generation(GENERATION, {MEMBER: host.service.address})
+    host.service.enter(GENERATION, {MEMBER: host.service.address})
     host.train()
     return host
 

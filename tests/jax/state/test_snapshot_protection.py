@@ -13,6 +13,8 @@ from resilient_jax.errors import PeerUnreachable, SnapshotRefused
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.generation import Generation, GenerationPhase, ResumedState
+from resilient_jax.protocol.generation_scoped import GenerationEnding
 from resilient_jax.protocol.snapshots import Protection, SnapshotId
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.state import snapshotter as module
@@ -118,7 +120,13 @@ def protect(monkeypatch):
             taking = Snapshotter(
                 ours.fileno(), HERE, settings, "", Credentials("token"), line, lambda place, step=0: None
             )
-            taking.begin_generation(Protection(from_first_commit=urgent))
+            taking.begin_generation(
+                Generation(
+                    number=GenerationNumber(1),
+                    phase=GenerationPhase.ACTIVE,
+                    state=ResumedState(protection=Protection(from_first_commit=urgent)),
+                )
+            )
             world = World(is_other_refused=is_other_refused)
             for step in range(FIRST_STEP, FIRST_STEP + num_steps):
                 state = flatten_state(step, {"w": jnp.zeros((64, 64)), "n": np.int32(step)})
@@ -204,7 +212,9 @@ def test_a_generation_that_ends_finishes_the_copy_in_progress_if_it_is_needed(
     assert reached.wait(TIMEOUT_S)
     release = threading.Timer(0.05, go_on.set)
     release.start()
-    assert taking.end_generation(is_needed=is_needed) == copied
+    ending = GenerationEnding(generation=GenerationNumber(1), is_intact=True, is_copy_needed=is_needed)
+    taking.end_generation(ending)
+    assert ending.copied == copied
     release.join()
     assert taking._capture.close()
     assert [

@@ -252,7 +252,7 @@ def begin(records, generation, hosts, step):
     last = max(range(len(hosts)), key=lambda index: knowledge[index].generation)
     newest = records[hosts[last]].list_steps(hosts)
     for host in hosts:
-        records[host].begin_generation(GenerationNumber(generation), hosts, step, knowledge, newest)
+        records[host].take_over(GenerationNumber(generation), hosts, step, knowledge, newest)
 
 
 def make_records(hosts=(A, B, C)):
@@ -327,7 +327,7 @@ def make_response(verified, control=None):
     """Return what host a makes of findings, where the hosts are verified up to these steps."""
     hosts = [A, B, C][: len(verified)]
     response = AuditResponse(GenerationNumber(2), hosts, A, control or Control(), AuditRecord())
-    response.begin_generation(100, [auditor.AuditKnowledge(1, steps) for steps in verified], verified)
+    response.take_over(100, [auditor.AuditKnowledge(1, steps) for steps in verified], verified)
     return response
 
 

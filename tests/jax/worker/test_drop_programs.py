@@ -8,7 +8,7 @@ import pytest
 from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.step import host_grid
-from resilient_jax.worker.worker import drop_programs
+from resilient_jax.worker.generation_parts import drop_programs
 from tests.support.patience import patience
 
 WORK_S = 0.3

@@ -9,26 +9,21 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.generation import Generation, GenerationPhase, ResumedState
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan
-from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.committed_state import CommittedState, KeptArrays
 from resilient_jax.worker.state_handover import StateHandover
 
 
-class Kept:
+class Kept(KeptArrays):
     """Arrays of a train function, which note what becomes of them."""
-
-    part = None
 
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def move_to_host(self) -> None:
+    def leave_devices(self, generation: Generation | None) -> None:
         self.done.append("moved")
 
-    def drop(self) -> None:
-        self.done.append("dropped")
-
-    def drop_part(self) -> None:
-        self.done.append("part dropped")
+    def drop(self, *, keeps_copies: bool = False) -> None:
+        self.done.append("dropped but for copies" if keeps_copies else "dropped")
 
 
 def prepare(*, in_place: bool = False, step: int = 6, **changes: Any) -> tuple[Kept, CommittedState]:
@@ -45,7 +40,8 @@ def prepare(*, in_place: bool = False, step: int = 6, **changes: Any) -> tuple[K
         reason="a loss",
         state=ResumedState(snapshot=plan),
     )
-    handover.prepare(change_fields(generation, **changes), in_place=in_place)
+    changed = change_fields(generation, **changes)
+    (handover.keep_devices if in_place else handover.leave_devices)(changed)
     return kept, committed
 
 

@@ -1,5 +1,6 @@
 """The exchange of compiled programs between hosts, over real sockets and into real folders."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, Prog
 from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_server import SyncServer
 from tests.support.patience import NEVER_S, patience
@@ -37,6 +38,14 @@ QUIET_S = 0.3
 def endless_claims(monkeypatch):
     """A host that waited for the end of a claim would wait until the test's time-out."""
     monkeypatch.setattr(compile_claims, "LEASE_S", NEVER_S)
+
+
+def make_generation(number: GenerationNumber, hosts: Sequence["Host"]) -> Generation:
+    members = tuple(
+        Member(host=host.name, incarnation=Incarnation(1), seat=Seat(n), endpoint=host.peer.endpoint)
+        for n, host in enumerate(hosts)
+    )
+    return Generation(number=number, phase=GenerationPhase.ACTIVE, membership=Membership(members=members))
 
 
 class Host:
@@ -61,6 +70,10 @@ class Host:
             lambda *words: self.failures.append(words),
         )
 
+    def begin_generation(self, number: GenerationNumber, hosts: Sequence["Host"]) -> None:
+        for part in (self.programs, self.directory):
+            part.begin_generation(make_generation(number, hosts))
+
     def keep(self, key: str, data: bytes) -> None:
         # Atomically, as JAX's cache does: hosts that share the folder read it at any time.
         written = self.folder / f"{key}.written"
@@ -71,7 +84,7 @@ class Host:
 def start_hosts(tmp_path: Path, folders: tuple[str, ...]) -> list[Host]:
     found = [Host(name, tmp_path / folder) for name, folder in zip(NAMES, folders, strict=True)]
     for host in found:
-        host.programs.begin_generation(FIRST, [other.peer for other in found])
+        host.begin_generation(FIRST, found)
     return found
 
 
@@ -123,13 +136,7 @@ def test_a_thread_that_training_waits_for_waits_for_the_host_that_compiles(hosts
         hit_failpoint=lambda _: None,
     )
     key = key_of(owner, hosts)
-    members = tuple(
-        Member(host=host.name, incarnation=Incarnation(1), seat=Seat(n), endpoint=host.peer.endpoint)
-        for n, host in enumerate(hosts)
-    )
-    monitor.begin_generation(
-        Generation(number=FIRST, phase=GenerationPhase.ACTIVE, membership=Membership(members=members))
-    )
+    monitor.fetcher.begin_generation(make_generation(FIRST, hosts))
     assert compiles.programs.fetch(key) is None
     with ThreadPoolExecutor(1, initializer=mark) as pool:
         asking = pool.submit(monitor.fetch, key)
@@ -144,7 +151,7 @@ def test_a_thread_that_training_waits_for_waits_for_the_host_that_compiles(hosts
 def test_a_host_that_is_no_member_yet_has_what_members_have_and_claims_nothing(hosts, tmp_path):
     owner, holds, _ = hosts
     newcomer = Host(HostName("newcomer"), tmp_path / "empty")
-    newcomer.programs.begin_generation(FIRST, [host.peer for host in hosts])
+    newcomer.begin_generation(FIRST, hosts)
     key = key_of(owner, hosts)
     assert newcomer.programs.fetch(key) is None
     assert not newcomer.programs.finish(), "members do not wait for what it compiles"
@@ -171,7 +178,7 @@ def test_when_the_host_that_compiles_is_gone_another_one_compiles_in_the_next_ge
     assert gone.programs.fetch(key) is None
     gone.server.stop()
     for host in (owner, other):
-        host.programs.begin_generation(GenerationNumber(2), left)
+        host.begin_generation(GenerationNumber(2), [owner, other])
     assert other.programs.fetch(key) is None, "it does not wait for the lease's end"
     assert not other.failures
 
@@ -264,7 +271,7 @@ def test_changed_bytes_are_refused(tmp_path):
 
     owner, other = Host(NAMES[0], tmp_path / "owner", send_damaged), Host(NAMES[1], tmp_path / "other")
     both = [owner, other]
-    other.programs.begin_generation(FIRST, [host.peer for host in both])
+    other.begin_generation(FIRST, both)
     assert other.programs.fetch(key_of(owner, both)) is None
     assert "CRC-32" in other.failures[0][1]
     for host in both:

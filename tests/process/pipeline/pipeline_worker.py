@@ -157,7 +157,7 @@ class Host:
                     addresses=words["addresses"],
                     sharding=self.sharding,
                 )
-                pipeline.begin_generation(generation)
+                pipeline.enter(generation)
                 return {}
             case "count_done":
                 return {"done": pipeline.num_finished_tasks}

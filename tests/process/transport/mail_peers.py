@@ -86,7 +86,7 @@ class OwnMail:
     def begin(self, generation: int, addresses: Mapping[str, str]) -> None:
         """Begin a generation."""
         found = {HostName(name): address for name, address in addresses.items()}
-        self.service.begin_generation(generation, found)
+        self.service.enter(generation, found)
 
     def send(self, to: str, mail: Mail) -> None:
         """Send a value."""

@@ -26,7 +26,7 @@ def make_key(fields) -> MailKey:
 def execute(service: MailService, order: dict) -> dict:
     match order["do"]:
         case "begin":
-            service.begin_generation(order["generation"], order["peers"])
+            service.enter(order["generation"], order["peers"])
             return {}
         case "send":
             data = memoryview(make_bytes(order["length"], order["seed"]))[: order["length"]]

@@ -29,9 +29,7 @@ class Peer:
 
     def begin(self, generation: int, *peers: "Peer") -> None:
         self.lost.clear()
-        self.service.begin_generation(
-            generation, {peer.name: peer.service.address for peer in (self, *peers)}
-        )
+        self.service.enter(generation, {peer.name: peer.service.address for peer in (self, *peers)})
 
     def send(self, generation: int, to: "Peer") -> None:
         self.service.send(to.name, Mail(key=make_key(generation), data=memoryview(b"bits")))

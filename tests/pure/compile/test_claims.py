@@ -68,7 +68,7 @@ def test_the_claims_of_a_generation_end_with_it(claims):
     claims.claim("jit_step-2", claimant("c", 2), 0.0)
     claims.finish("jit_step-3", A, is_kept=True)
     claims.finish("jit_step-4", B, is_kept=True)
-    claims.begin_generation(GenerationNumber(2), [B.endpoint, C.endpoint])
+    claims.drop_older(GenerationNumber(2), [B.endpoint, C.endpoint])
     assert claims.claim(KEY, claimant("b", 2), 0.0) is Verdict.COMPILE
     assert claims.claim("jit_step-2", claimant("b", 2), 0.0) is Verdict.WAIT, (
         "it was claimed in this generation"

@@ -17,7 +17,7 @@ def find_plan(*lost):
 
 def run(calibrator, plan, step_s, *, steps=FITTED_AFTER[0]):
     """Return what is to be fitted after which steps of one generation."""
-    calibrator.begin_generation()
+    calibrator.forget_steps()
     found = {number: calibrator.end_step(plan, step_s) for number in range(1, steps + 1)}
     return {number: measured for number, measured in found.items() if measured}
 

@@ -45,7 +45,7 @@ def test_a_second_copy_is_dropped_also_after_the_first_was_taken():
 def test_what_is_older_than_the_generation_or_the_step_is_refused_and_dropped():
     box = Mailbox()
     box.put(mail(b"old", generation=1))
-    box.begin_generation(2)
+    box.enter(2)
     assert box.try_take(key(generation=1)) is None
     assert not box.put(mail(b"old", generation=1))
     assert box.put(mail(b"now", generation=2, step=4))
@@ -89,7 +89,7 @@ def test_a_silent_sender_ends_waits_for_what_it_has_not_sent_until_the_next_gene
     assert take(box, key(1)) == b"sent before"
     with pytest.raises(PeerUnreachable, match="h1 died"):
         take(box, key(2))
-    box.begin_generation(2)
+    box.enter(2)
     with pytest.raises(PeerUnreachable, match="has not sent it"):
         take(box, key(2, generation=2), timeout_s=0.0)
 
