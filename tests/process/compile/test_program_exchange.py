@@ -19,7 +19,7 @@ from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, Prog
 from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.protocol.generation import Generation, GenerationPhase, Member
+from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_server import SyncServer
 from tests.support.patience import NEVER_S, patience
