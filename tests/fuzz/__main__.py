@@ -31,7 +31,7 @@ def main(
         report = asyncio.run(read_job_report(contact))
         size = min(BATCH, messages - batch * BATCH) if messages else BATCH
         found = asyncio.run(attack(report, contact.store, contact.token, size, seed + batch))
-        step = max((host.step for host in report.hosts), default=0)
+        step = max((host.progress.step for host in report.hosts), default=0)
         print(f"seed {seed + batch}: {found.sent.total()} messages, the job is at step {step}", flush=True)
         for text in found.bad:
             print(f"  {text}", flush=True)

@@ -107,10 +107,10 @@ def list_targets(report: JobReport, store: str) -> list[Target]:
     ]
     for host in report.hosts:
         services.append(
-            (host.agent_endpoint, agent_messages.SERVICE, [(READ_LOG, True), (SEND_SIGNAL, False)])
+            (host.agent.endpoint, agent_messages.SERVICE, [(READ_LOG, True), (SEND_SIGNAL, False)])
         )
         # Statuses of hosts that do not exist, or replace none that does.
-        services.append((host.agent_endpoint, status_messages.SERVICE, [(WRITE, True)]))
+        services.append((host.agent.endpoint, status_messages.SERVICE, [(WRITE, True)]))
         if host.worker is not None and host.worker.report.endpoint:
             endpoint = host.worker.report.endpoint
             services.append((endpoint, SERVICE, [(FETCH_STATE, True)]))
@@ -137,7 +137,7 @@ def list_ports(report: JobReport, store: str) -> list[tuple[str, int]]:
     host, _, port = store.rpartition(":")
     found = {(host, int(port))}
     for status in report.hosts:
-        pids = [status.agent_pid, *find_pids(report, JobComponent.SNAPSHOT_SERVER, status.host)]
+        pids = [status.agent.pid, *find_pids(report, JobComponent.SNAPSHOT_SERVER, status.host)]
         for pid in pids:
             with contextlib.suppress(psutil.Error):
                 for connection in psutil.Process(pid).net_connections("tcp"):

@@ -264,7 +264,7 @@ def wait_estimated(job, generation, hosts):
 
     def is_estimated(report):
         now = report.generation
-        if now is None or now.number < generation or len(now.members) != hosts:
+        if now is None or now.number < generation or len(now.membership.members) != hosts:
             return False
         workers = [host.worker for host in report.hosts if host.worker is not None]
         plans = [
