@@ -215,8 +215,9 @@ def make_status_keys() -> str:
     ]
     for struct in list_structs(JobReport | EndedJob):
         described = dict(ATTRIBUTE.findall(inspect.getdoc(struct) or ""))
+        # What a part of a record is stands at the part itself.
         rows = [
-            (f"`{key}`", name_type(hint), capitalize(join_lines(described.get(key, ""))))
+            (f"`{key}`", name_type(hint), capitalize(join_lines(described.get(key) or find_summary(hint))))
             for key, hint in typing.get_type_hints(struct).items()
         ]
         sections += [f"## {struct.__name__}", find_summary(struct)]
