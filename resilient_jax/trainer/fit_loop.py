@@ -146,7 +146,7 @@ class FitLoop:
             train()
         except CorruptionFound as found:
             if self._checkpointer is not None:
-                self._checkpointer.distrust_after(world, found.failure.doubt.trusted_step)
+                self._checkpointer.distrust_after(world, found.trusted_step)
             raise
         finally:
             if self._compiler is not None:

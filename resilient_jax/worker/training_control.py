@@ -37,6 +37,7 @@ class CorruptionFound(GenerationEnded):
         self, message: str, *, trusted_step: int, corrupt_hosts: tuple[HostName, ...], is_this_host: bool
     ) -> None:
         super().__init__(message)
+        self.trusted_step = trusted_step
         self.is_this_host = is_this_host
         self.failure = WorkerFailure(
             kind=WorkerFailureKind.CORRUPTION,
