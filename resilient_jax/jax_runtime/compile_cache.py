@@ -11,7 +11,8 @@ Here, on CPU:
 
 On other platforms the key is JAX's own. The path of the directory is in no key. Entries are written atomically (by a
 rename), so a process that is killed while writing leaves none; several processes may share the directory. The directory
-is bounded: the entries that were used longest ago are evicted first. A missing entry may be fetched from another host.
+is bounded, to within what each process writes between two looks at it: the entries that were used longest ago are
+evicted first. A missing entry may be fetched from another host.
 """
 
 import contextlib
@@ -51,6 +52,8 @@ Untyped: TypeAlias = Any
 CACHE_SUFFIX: Final = lru_cache._CACHE_SUFFIX
 ABANDONED_AFTER_S: Final = 3600.0
 """After this time a partly written file has been abandoned by its writer."""
+WRITTEN_BETWEEN_LOOKS: Final = 64
+"""The fraction of its limit that a process writes before it looks at the directory again, inverted."""
 _shared = False
 _thread_state = threading.local()
 
@@ -104,9 +107,10 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
         _compile_or_get_cached, compiler.compile_or_get_cached, hooks
     )
     own_put, own_get = lru_cache.LRUCache.put, lru_cache.LRUCache.get
+    limit = DirectoryLimit(limit_bytes)
 
     def put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
-        _put(own_put, self, key, value, limit_bytes)
+        _put(own_put, self, key, value, limit)
 
     def get(self: lru_cache.LRUCache, key: str) -> bytes | None:
         value = own_get(self, key)
@@ -235,7 +239,7 @@ def _put(
     cache: Untyped,
     key: str,
     value: bytes,
-    limit_bytes: int,
+    limit: "DirectoryLimit",
 ) -> None:
     """Write as JAX does, but atomically, and replace an entry that could not be read."""
     if cache.eviction_enabled or "://" in str(cache.path):
@@ -253,7 +257,28 @@ def _put(
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    evict_oldest(path.parent, limit_bytes)
+    limit.note_written(path.parent, len(value))
+
+
+class DirectoryLimit:
+    """Keeps the directory below its limit without looking at all entries for each one: of thousands that takes longer
+    than to write one, and than to compile a small program.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        # The first entry of a process is always followed by a look: an earlier process may have written the rest.
+        self._unseen_bytes = limit_bytes
+        self._lock = threading.Lock()
+
+    def note_written(self, directory: Path, num_bytes: int) -> None:
+        """Count what was written; evict entries when enough was since the last look."""
+        with self._lock:
+            self._unseen_bytes += num_bytes
+            if self._unseen_bytes * WRITTEN_BETWEEN_LOOKS < self._limit_bytes:
+                return
+            self._unseen_bytes = 0
+        evict_oldest(directory, self._limit_bytes)
 
 
 def _has_entry(cache: Untyped, key: str) -> bool:
