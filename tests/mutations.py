@@ -128,7 +128,7 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/facts.py",
-        "        if host not in state.generation.failures.separated\n        for s in status.services",
+        "        if not is_cut_off(state, host)\n        for s in status.services",
         "        for s in status.services",
         "members go on with the coordination service of a host that some of them cannot reach",
     ),
@@ -541,16 +541,16 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "quotas",
-        "step/quotas.py",
-        "    for _ in range(count):\n",
-        "    for _ in range(count - count % len(speeds)):\n",
+        "pipeline_schedule/makespan.py",
+        "for counts in assign_tasks(tasks, machines).task_counts)",
+        "for counts in assign_tasks(tasks - tasks % len(speeds), machines).task_counts)",
         "microbatches that cannot be shared evenly are left out",
     ),
     Mutation(
         "quotas",
-        "step/quotas.py",
-        "heapq.heapreplace(finish_times, ((shares[replica] + 1) / speeds[replica], replica))",
-        "heapq.heapreplace(finish_times, ((shares[replica] + 1) * speeds[replica], replica))",
+        "pipeline_schedule/makespan.py",
+        "task_s=1 / speed) for speed",
+        "task_s=speed) for speed",
         "slow hosts get more to do",
     ),
     # Sums.
@@ -849,8 +849,8 @@ MUTATIONS: Final = (
     Mutation(
         "pipeline commit",
         "pipeline/commit_table.py",
-        "    for number in sorted(first):\n        total",
-        "    for number in first:\n        total",
+        "    for number in sorted(first_rows):\n        total",
+        "    for number in first_rows:\n        total",
         "the norm depends on who holds what",
     ),
     # Which program a job runs.
@@ -871,8 +871,8 @@ MUTATIONS: Final = (
     Mutation(
         "program",
         "cluster/kept_program.py",
-        "        if _digest(content) != kept.digest:\n",
-        "        if False:\n",
+        '        if _digest(content) != kept.digest:\n            raise self._damaged(kept, "another content")',
+        '        if False:\n            raise self._damaged(kept, "another content")',
         "an edited copy is run",
     ),
     Mutation(
