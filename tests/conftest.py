@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(name, value)
     # A crash in native code prints the stacks of its threads.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    # What `nohup` and a shell's `&` ignore, processes of tests would ignore, too.
+    for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     purity.install()
 
 
