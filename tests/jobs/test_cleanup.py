@@ -68,7 +68,7 @@ def test_when_the_launcher_is_killed_all_processes_of_the_job_end(tmp_path: Path
         # No process was left to remove the contact file, so commands must recognize it as stale.
         code, output = run_command(["status", str(tmp_path / "run")])
         assert code == 2, output
-        assert f"the launcher of this job (process {tiny.job.process.pid}) was killed" in output
+        assert f"found a job whose launcher (process {tiny.job.process.pid}) was killed" in output
 
 
 def test_when_an_agent_is_killed_all_processes_of_its_host_end(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_host_trains_on_the_gpus_that_are_left_with_the_bits_of_a_run_without_
     assert wide_pod.count_devices() == {"host-0": 3, "host-1": 2}
     assert report.quarantine == ()
     assert [record.label for record in report.device_quarantine] == ["host-1:1"]
-    assert {status.host: status.devices for status in report.hosts} == {
+    assert {status.host: status.devices.describe() for status in report.hosts} == {
         "host-0": "",
         "host-1": "2 of 3 devices",
     }

@@ -61,7 +61,7 @@ def has_devices(event: Event, devices: str) -> bool:
 
 
 def trains_on_all(report: JobReport) -> bool:
-    return all(not status.devices for status in report.hosts)
+    return all(not status.devices.describe() for status in report.hosts)
 
 
 def list_members(report: JobReport) -> list[str]:
