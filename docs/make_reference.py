@@ -21,12 +21,16 @@ import typer
 
 import resilient_jax as rj
 from resilient_jax.cli.main import COMMANDS, build_app
+from resilient_jax.cluster import generation_orders, standby_orders
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.run_directory import EndedJob
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, PeerError, ResilientJaxError
 from resilient_jax.events import EventKind
+from resilient_jax.membership.phases import PHASE_MOVES
 from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.generation import GenerationPhase
+from resilient_jax.worker.protocol_table import ALIVE, ORDER_EFFECTS, WORKER_MOVES
 
 REFERENCE = Path(__file__).parent / "reference"
 MARK = "% Written by docs/make_reference.py.\n\n"
@@ -254,6 +258,64 @@ def name_type(hint: Any) -> str:  # noqa: ANN401 - any type hint
     return f"`{'None' if plain is type(None) else plain.__name__}`"
 
 
+def make_phases() -> str:
+    """Return the page of the three machines behind a recovery: which event moves which phase."""
+    sections = [
+        "# Phases\n\nThree machines take a job through a failure, or a planned change. The leader moves the "
+        "*generation* through its phases. Each host's agent orders its *worker* by what the store says. The worker "
+        "answers. [The walk of a failure](../design/failure.md) shows them together. Tests hold the code against "
+        "these tables.",
+        "## The generation\n\n" + find_first_paragraph(inspect.getdoc(GenerationPhase)),
+        make_table(
+            ("phase", "what happens in it"),
+            (
+                (f"`{ast.literal_eval(value)}`", text)
+                for _, value, text in list_documented_values(GenerationPhase)
+            ),
+        ),
+        "Between two phases:",
+        make_table(
+            ("from", "to", "number", "when"),
+            (
+                (f"`{move.before}`", f"`{move.after}`", "next" if move.opens_number else "same", move.when)
+                for move in PHASE_MOVES
+            ),
+        ),
+        "## What an agent orders\n\nA worker is *seated* if it is a member; a *newcomer* if it was given a seat of the "
+        "world in which others train; else an *outsider*.",
+        find_table(generation_orders),
+        "A standby with a seat, beside a worker that trains:",
+        find_table(standby_orders),
+        "## The worker\n\nEach move is reported to the agent.",
+        make_table(
+            ("from", "event", "to", "and"),
+            ((f"`{move.before}`", move.event, f"`{move.after}`", move.effect) for move in WORKER_MOVES),
+        ),
+        "What an order does, which never changes the state by itself:",
+        make_table(
+            ("order", "in state", "interrupts", "answered", "effect"),
+            (
+                (
+                    f"`{row.order.__name__}`",
+                    "any" if row.states == ALIVE else ", ".join(f"`{state}`" for state in row.states),
+                    "yes" if row.interrupts else "",
+                    "yes" if row.is_answered else "",
+                    row.effect,
+                )
+                for row in ORDER_EFFECTS
+            ),
+        ),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def find_table(module: ModuleType) -> str:
+    """Return the table in a module's docstring, without the spaces that align its columns."""
+    lines = [line for line in (inspect.getdoc(module) or "").splitlines() if line.startswith("|")]
+    header, _, *rows = (tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines)
+    return make_table(header, rows)
+
+
 def make_page(title: str, intro: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a page with one table."""
     return f"# {title}\n\n{intro}\n\n{make_table(header, rows)}\n"
@@ -292,6 +354,7 @@ PAGES = {
     "errors.md": make_errors,
     "events.md": make_events,
     "failpoints.md": make_failpoints,
+    "phases.md": make_phases,
     "commands.md": make_commands,
     "status_keys.md": make_status_keys,
 }

@@ -29,6 +29,7 @@ from resilient_jax.membership.failure_forecast import (
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
+from resilient_jax.membership.phases import may_follow
 from resilient_jax.membership.planned_axes import find_decided_number, gives_up_axes
 from resilient_jax.protocol.generation import Generation, GenerationPhase, WorldChange
 from resilient_jax.protocol.record_parts import change_fields
@@ -55,6 +56,7 @@ _TIMED: Final = {
 def note_transition(state: MembershipState, after: Generation, now: float) -> MembershipState:
     """Return the state with the next generation, or phase, and with what it adds to the job's history."""
     before, memory = state.generation, state.memory
+    assert may_follow(before, after), f"{after.phase} {after.number} after {before.phase} {before.number}"
     since_s = memory.observed_until_s if memory.observed_until_s is not None else now
     history = _get_history(state)
     history = msgspec.structs.replace(history, observed_s=history.observed_s + now - since_s)

@@ -33,9 +33,9 @@ from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.guard_thread import GuardThread, Interrupt, send_unless_closed
 from resilient_jax.worker.hang_detection import HangLimits
 from resilient_jax.worker.imported_modules import describe_imports
+from resilient_jax.worker.protocol_table import HandledOrder
 from resilient_jax.worker.training_control import GenerationEnded
 from resilient_jax.worker.worker_protocol import (
-    HandledOrder,
     HeldPause,
     OrderRefused,
     StepDecision,

@@ -1,31 +1,7 @@
 """The worker's side of the protocol with its agent: a pure machine, run by `agent_connection` under one lock.
 
-| state     | event                          | becomes   | and                                                       |
-|-----------|--------------------------------|-----------|-----------------------------------------------------------|
-| STARTING  | `join_job`, once admitted      | IDLE      | reports                                                   |
-| IDLE      | takes `StopWorker`             | IDLE      | before any other order: the script ends                   |
-| IDLE      | takes a kept `FormWorld`       | RUNNING   | reports; not interrupted, no limit, no boundary           |
-| IDLE      | takes a kept `TakeSeat`        | PREPARING | reports; not interrupted                                  |
-| PREPARING | `report_seat`                  | IDLE      | reports its newest generation; not interrupted            |
-| RUNNING   | `report_formed`                | RUNNING   | reports; steps may begin                                  |
-| RUNNING   | `try_begin_step`               | RUNNING   | START: the step has begun; WAIT; END                      |
-| RUNNING   | `report_commit`, the first     | RUNNING   | reports                                                   |
-| RUNNING   | `report_idle`                  | IDLE      | reports its newest generation; not interrupted            |
-| any       | order `FormWorld`, a new one   | same      | kept until it is taken or void                            |
-| any       | order `TakeSeat`, a new seat   | same      | kept until it is taken or void                            |
-| IDLE      | order `Quiesce`                | IDLE      | kept orders are void; answers with a report               |
-| others    | order `Quiesce`                | same      | kept orders are void; interrupted                         |
-| IDLE      | order `Pause`                  | IDLE      | limit = committed steps; answers with a report            |
-| others    | order `Pause`                  | same      | limit = first step that has not begun; answers            |
-| RUNNING   | `Pause` after blocks are copied| same      | held: neither limit nor answer before `answer_pause`      |
-| RUNNING   | plain `Pause` while one is held| same      | none is held; limit = first step not begun; answers       |
-| RUNNING   | `answer_pause`                 | RUNNING   | limit = the step after the next one; answers              |
-| RUNNING   | `Pause` that ends the job      | same      | where checkpoints are saved: answers with limit + 1       |
-| any       | order `RunToBoundary`          | same      | boundary; up to there the limit does not count            |
-| PREPARING | order `HoldTraining`           | PREPARING | a kept world is void                                      |
-| others    | order `HoldTraining`           | same      | a kept world is void; interrupted                         |
-| any       | order `StopWorker`             | same      | interrupted                                               |
-| any       | an order of an older number    | same      | refused                                                   |
+`protocol_table` has which event leads from which state to which, and what each order does in each state. In a
+generation the main thread says `report_formed`, then begins steps by `try_begin_step`, and reports its first commit.
 
 Rules:
 - `newest` only grows; an order of an older generation is refused, and changes nothing.
@@ -74,9 +50,13 @@ from resilient_jax.protocol.worker_report import (
     is_busy,
 )
 from resilient_jax.protocol.worker_tasks import OverdueTask
-
-GenerationOrder = FormWorld | TakeSeat | Quiesce | Pause | RunToBoundary
-HandledOrder = GenerationOrder | HoldTraining | SnapshotServerReady | WorkerAdmitted | StopWorker
+from resilient_jax.worker.protocol_table import (
+    GenerationOrder,
+    HandledOrder,
+    WorkerEvent,
+    does_interrupt,
+    find_next_state,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +154,11 @@ def make_initial_protocol(*, polls_checkpoints: bool) -> WorkerProtocol:
     )
 
 
+def _move(before: WorkerProtocol, event: WorkerEvent, /, **changes: object) -> Transition:
+    """Change the worker's state as the table says, and report that."""
+    return _report(before, state=find_next_state(before.report.state, event), **changes)
+
+
 def _report(before: WorkerProtocol, /, **changes: object) -> Transition:
     report = change_fields(before.report, **changes)
     return dataclasses.replace(before, report=report), (WorkerReported(report=report),)
@@ -184,27 +169,29 @@ def _report(before: WorkerProtocol, /, **changes: object) -> Transition:
 
 def handle_order(state: WorkerProtocol, order: HandledOrder, now_s: float) -> Transition:
     """Take in an order of the agent, at a monotonic time in seconds."""
+    if isinstance(order, GenerationOrder):
+        number = order.generation if isinstance(order.generation, int) else order.generation.number
+        if number < state.newest:
+            return state, (OrderRefused(number, state.newest),)
+        state = dataclasses.replace(state, newest=number)
+    if does_interrupt(order, state.report.state):
+        state = dataclasses.replace(state, is_interrupted=True)
     match order:
         case StopWorker():
-            return dataclasses.replace(state, stop=order, is_interrupted=True), ()
+            return dataclasses.replace(state, stop=order), ()
         case SnapshotServerReady():
             return dataclasses.replace(state, snapshot_server=order.endpoint), ()
         case WorkerAdmitted():
             return dataclasses.replace(state, is_admitted=True), ()
         case HoldTraining():
             # An order that was not taken yet is void: the other hosts may go on without this one.
-            # A worker that prepares trains with no other; but an interruption that has begun goes on.
-            is_interrupted = state.is_interrupted or state.report.state is not WorkerState.PREPARING
-            return dataclasses.replace(state, is_interrupted=is_interrupted, form=None), ()
+            return dataclasses.replace(state, form=None), ()
         case _:
             return _handle_generation_order(state, order, now_s)
 
 
 def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_s: float) -> Transition:
-    number = order.generation if isinstance(order.generation, int) else order.generation.number
-    if number < state.newest:
-        return state, (OrderRefused(number, state.newest),)
-    state = dataclasses.replace(state, newest=number)
+    number = state.newest
     is_idle = state.report.state is WorkerState.IDLE
     match order:
         case FormWorld():
@@ -217,7 +204,7 @@ def _handle_generation_order(state: WorkerProtocol, order: GenerationOrder, now_
         case Quiesce():
             state = dataclasses.replace(state, form=None, take_seat=None, held_pause=None)
             if not is_idle:
-                return dataclasses.replace(state, is_interrupted=True), ()
+                return state, ()
             return _report(state, generation=number, failure=None, has_formed=False, earliest_stop_step=None)
         case Pause(next_members=NextMembers() as members) if _must_hold(state, order):
             before = state.held_pause
@@ -257,7 +244,7 @@ def get_seat(order: TakeSeat) -> SeatId:
 def join_job(state: WorkerProtocol, endpoint: str) -> Transition:
     """The job has let this worker in, or is over: the worker waits for an order, and serves its state at `endpoint`."""
     assert state.is_admitted or state.stop is not None, "a worker joins only when it is let in"
-    return _report(state, state=WorkerState.IDLE, endpoint=endpoint)
+    return _move(state, WorkerEvent.JOINED, endpoint=endpoint)
 
 
 def try_take_order(
@@ -281,9 +268,9 @@ def try_take_order(
             held_pause=None,
             next_step=state.report.held.step,
         )
-        state, answers = _report(
+        state, answers = _move(
             state,
-            state=WorkerState.RUNNING,
+            WorkerEvent.TOOK_WORLD,
             generation=form.generation.number,
             has_formed=False,
             has_finished_step=False,
@@ -307,8 +294,8 @@ def try_take_order(
     if (seat_order := state.take_seat) is not None:
         state = dataclasses.replace(state, take_seat=None, is_interrupted=False)
         # What it has is on the devices of the world that it leaves.
-        state, answers = _report(
-            state, state=WorkerState.PREPARING, seat=get_seat(seat_order), part=None, failure=None
+        state, answers = _move(
+            state, WorkerEvent.TOOK_SEAT, seat=get_seat(seat_order), part=None, failure=None
         )
         return state, seat_order, answers
     return state, None, ()
@@ -316,9 +303,9 @@ def try_take_order(
 
 def report_seat(state: WorkerProtocol, world: WorldId | None, failure: WorkerFailure | None) -> Transition:
     """The seat of the last order is taken, in `world`; or, with None, it could not be."""
-    return _report(
+    return _move(
         dataclasses.replace(state, is_interrupted=False),
-        state=WorkerState.IDLE,
+        WorkerEvent.TRIED_SEAT,
         generation=max(state.report.generation, state.newest),
         world=world,
         is_compiling=False,
@@ -354,9 +341,9 @@ def report_idle(
     # A failure in a generation that has ended already is no news: reported, it would end the next one as well.
     is_answered = failure is None or state.report.generation < state.newest
     is_late = failure is not None and failure.kind is WorkerFailureKind.LATE  # ends none, but may explain one
-    return _report(
+    return _move(
         dataclasses.replace(state, is_interrupted=False, held_pause=None),
-        state=WorkerState.IDLE,
+        WorkerEvent.LEFT_TRAINING,
         # Also the answer to the newest `Quiesce`, which may be of a
         # later generation than this worker trained in.
         generation=max(state.report.generation, state.newest),

@@ -1,11 +1,14 @@
 """What a generation means for a host: the agent's machine, alone."""
 
 import dataclasses
+import itertools
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient_jax.cluster import generation_orders
 from resilient_jax.cluster.generation_orders import (
     CheckDue,
     CheckUnwound,
@@ -225,3 +228,54 @@ def test_a_host_that_was_there_ends_with_the_job_also_if_it_lost_the_store_then(
     agent.read(4, GenerationPhase.ACTIVE, ME)
     agent.tell(RegistrationBegan(ended))
     assert EndJob in kinds(agent.tell(GenerationRead(ended)))
+
+
+WORDS_OF_CELLS = {
+    "refused": "RecordStale",
+    "the host ends": "EndJob",
+    "other services stop": "StopOtherServices",
+    "`Quiesce`": "Quiesce",
+    "`Pause`": "Pause",
+    "`RunToBoundary`": "RunToBoundary",
+    "`FormWorld`": "SendIntoWorld",
+    "`TakeSeat`": "SendIntoWorld",
+}
+"""What the machine commands where its table has these words. A condition follows them in some cells."""
+
+
+def read_table() -> list[tuple[str, str, str]]:
+    """Return (phase, kind of worker, cell) of each cell in the table of the machine's docstring."""
+    lines = re.findall(r"^\| (.*) \|$", generation_orders.__doc__ or "", re.MULTILINE)
+    header, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+    return [(row[0], kind, cell) for row in rows for kind, cell in zip(header[1:], row[1:], strict=True)]
+
+
+@pytest.mark.parametrize(("phase", "kind", "cell"), read_table())
+def test_an_idle_worker_gets_what_the_table_says(phase: str, kind: str, cell: str) -> None:
+    agent = Agent()
+    agent.state = dataclasses.replace(
+        agent.state, generation=Generation(number=GenerationNumber(2), phase=GenerationPhase.ACTIVE)
+    )
+    number, members, newcomers = (1 if phase == "older" else 3), (OTHER,), ()
+    match kind.removeprefix("for "):
+        case "a seated worker":
+            members = (ME, OTHER)
+        case "a newcomer":
+            newcomers = (ME,)
+        case _:
+            pass
+    generation = Generation(
+        number=GenerationNumber(number),
+        phase=GenerationPhase.ACTIVE if phase == "older" else GenerationPhase(phase.lower()),
+        membership=Membership(members=members, newcomers=newcomers),
+        planned=PlannedBoundary(boundary_step=3 if phase == "BOUNDARY" else None),
+        outcome=JobOutcome(kind=JobOutcomeKind.DONE, exit_code=0) if phase == "FINISHED" else None,
+    )
+    commands = [kind.__name__ for kind in kinds(agent.tell(GenerationRead(generation)))]
+    expected = next(name for words, name in WORDS_OF_CELLS.items() if cell.startswith(words))
+    assert [name for name in commands if name != "SetUrgency"] == [expected]
+
+
+def test_the_table_has_every_phase() -> None:
+    phases = [phase for phase, _ in itertools.groupby(read_table(), key=lambda cell: cell[0])]
+    assert sorted(phases) == sorted(["older", *(phase.name for phase in GenerationPhase)])

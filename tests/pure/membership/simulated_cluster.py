@@ -126,8 +126,8 @@ from resilient_jax.store.interface import (
 )
 from resilient_jax.store.state_machine import StoreStateMachine
 from resilient_jax.worker import worker_protocol
+from resilient_jax.worker.protocol_table import HandledOrder
 from resilient_jax.worker.worker_protocol import (
-    HandledOrder,
     StepDecision,
     Transition,
     handle_order,

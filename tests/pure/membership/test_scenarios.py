@@ -1,10 +1,13 @@
 """The rules of the membership, as texts: `scenarios/*.txt`, in the language of `scenario_language`."""
 
 import difflib
+import itertools
+import re
 from pathlib import Path
 
 import pytest
 
+from resilient_jax.membership.phases import PHASE_MOVES
 from tests.pure.membership.scenario_language import (
     Scenario,
     format_scenarios,
@@ -50,3 +53,15 @@ def test_a_file_is_written_as_rewrite_would_write_it(path: Path) -> None:
     assert format_scenarios(head, scenarios) == path.read_text()
     titles = [scenario.title for scenario in scenarios]
     assert len(set(titles)) == len(titles)
+
+
+def test_each_phase_follows_another_as_the_table_says_and_each_row_of_it_happens() -> None:
+    happened = set()
+    for path in list_files(FOLDER):
+        for scenario in re.split(r"^(?:===|---) ", path.read_text(), flags=re.MULTILINE):
+            written = re.findall(r"^ +generation (\d+) (\w+)", scenario, re.MULTILINE)
+            for (number, phase), (next_number, next_phase) in itertools.pairwise(written):
+                steps = int(next_number) - int(number)
+                if (steps, phase) != (0, next_phase):
+                    happened.add((phase, next_phase, steps))
+    assert happened == {(move.before, move.after, int(move.opens_number)) for move in PHASE_MOVES}

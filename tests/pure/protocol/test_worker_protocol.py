@@ -1,6 +1,9 @@
 """The worker's machine under any sequence of orders, of old and of new generations, and of its main thread's steps."""
 
+import typing
+
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from resilient_jax.protocol.worker_messages import (
     Pause,
     Quiesce,
     RunToBoundary,
+    SnapshotServerReady,
     StopWorker,
     TakeSeat,
     WorkerAdmitted,
@@ -21,8 +25,8 @@ from resilient_jax.protocol.worker_messages import (
 )
 from resilient_jax.protocol.worker_report import WorkerState, is_busy
 from resilient_jax.worker import worker_protocol
+from resilient_jax.worker.protocol_table import ALIVE, ORDER_EFFECTS, HandledOrder, OrderEffect
 from resilient_jax.worker.worker_protocol import (
-    HandledOrder,
     OrderRefused,
     StepDecision,
     Transition,
@@ -328,3 +332,45 @@ def test_in_no_other_change_is_a_training_told_that_the_job_ends():
     protocol, _ = handle_order(protocol, Pause(generation=GenerationNumber(2)))
     protocol, _ = handle_order(protocol, RunToBoundary(generation=GenerationNumber(2), boundary_step=2))
     assert not worker_protocol.is_leaving(try_begin_step(protocol, 1)[0])
+
+
+def make_worker(state: WorkerState) -> WorkerProtocol:
+    """Return a worker in a state, whose newest generation is 1."""
+    match state:
+        case WorkerState.STARTING:
+            return make_initial_protocol(polls_checkpoints=False)
+        case WorkerState.IDLE:
+            return go_idle(make_training(1))
+        case WorkerState.PREPARING:
+            return try_take_order(handle_order(make_idle(), take_seat(1))[0])[0]
+        case _:
+            return make_training(1)
+
+
+ORDERS: dict[type, HandledOrder] = {
+    FormWorld: form_world(2),
+    TakeSeat: take_seat(2),
+    Quiesce: Quiesce(generation=GenerationNumber(2)),
+    Pause: Pause(generation=GenerationNumber(2)),
+    RunToBoundary: RunToBoundary(generation=GenerationNumber(2), boundary_step=9),
+    HoldTraining: HoldTraining(),
+    SnapshotServerReady: SnapshotServerReady(endpoint="a:1"),
+    WorkerAdmitted: WorkerAdmitted(),
+    StopWorker: StopWorker(),
+}
+
+
+@pytest.mark.parametrize("row", ORDER_EFFECTS, ids=lambda row: f"{row.order.__name__}-{row.states[0]}")
+def test_an_order_does_what_its_row_of_the_table_says(row: OrderEffect) -> None:
+    for state in row.states:
+        before = make_worker(state)
+        after, answers = handle_order(before, ORDERS[row.order])
+        assert (before.report.state, after.report.state) == (state, state)
+        assert (before.is_interrupted, after.is_interrupted) == (False, row.interrupts)
+        assert bool(answers) == row.is_answered
+
+
+def test_the_table_says_what_each_order_does_in_each_state() -> None:
+    rows = sorted((row.order.__name__, state) for row in ORDER_EFFECTS for state in row.states)
+    orders = typing.get_args(HandledOrder)
+    assert rows == sorted((order.__name__, state) for order in orders for state in ALIVE)
