@@ -44,10 +44,9 @@ class Parallelism:
         state: between steps, "replicated" on every host or "sharded" over all of them. A host then has a shard of
             parameters and optimizer state, and gathers the parameters to compute a step.
 
-            Sharded states have the bits of replicated ones with element-wise optimizers (adam, adamw, sgd, lion,
-            rmsprop, adagrad, ...). Optimizers that reduce over a leaf or all leaves (lamb, lars, adafactor,
-            `clip_by_global_norm`) are correct, but the order of their reductions depends on the number of hosts. To
-            clip, use `Numerics(clip_norm=)`, which keeps the bits.
+            Sharded states have the bits of replicated ones: what optimizers add up over a leaf or all leaves (lamb,
+            lars, adafactor, `clip_by_global_norm`) is added in integers. Products of matrices and loops (muon,
+            shampoo) depend on the number of hosts; a warning names the operation.
         pipeline: for a model that is too large for a host: replicas that span hosts, each with some of the layers. The
             state is then on the hosts that need it, and `state` is not given.
 
