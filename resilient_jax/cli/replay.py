@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -90,7 +91,7 @@ def replay(
             console.print(
                 f"computed from the state after {begun[0]} steps: {escape(' '.join(recorded.run.command))}"
             )
-            console.print(_tabulate(rows))
+            console.print(tabulate(rows, step))
             console.print(_summarize(rows, step, order.last_step), highlight=False)
     raise typer.Exit(EXIT_CODE_DIFFERS if differ else 0)
 
@@ -157,13 +158,17 @@ def make_replay_environment(run: RunEntry, order: ReplayOrder) -> dict[str, str]
     }
 
 
-def _tabulate(rows: list[ComparedDigest]) -> Table:
+def tabulate(rows: Sequence[ComparedDigest], step: int) -> Table:
+    """Return a table of what was compared; of what was only computed, `step` has rows and the rest is counted."""
     table = Table("step", "of", "committed", "computed", "")
-    for row in rows:
+    shown = [row for row in rows if row.is_equal is not None or row.step == step]
+    for row in shown:
         verdict = {True: "equal", False: "[bold red]DIFFERS[/]", None: "not recorded"}[row.is_equal]
         table.add_row(
             str(row.step), escape(row.what), row.committed or NOTHING, row.computed or NOTHING, verdict
         )
+    if left_out := len({row.step for row in rows} - {row.step for row in shown}):
+        table.caption = f"{left_out} more steps were computed, of which the job recorded nothing"
     return table
 
 

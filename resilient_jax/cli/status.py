@@ -224,8 +224,11 @@ def _print_generation(
     if newest is not None and newest.progress.step:
         words = describe_steps(newest.progress.step, newest.progress.num_steps, steps_per_s)
         console.print(escape(" | ".join([*words, *format_metrics(newest.progress.metrics)])))
+    decided = generation.record.decision
+    if generation.reason and (decided is None or decided.number != generation.number):
+        console.print(escape(f"why generation {generation.number}: {generation.reason}"))
     for decision, about in (
-        (generation.record.decision, ""),
+        (decided, ""),
         (generation.record.slowness.decision, " about slow hosts"),
     ):
         if decision is not None:

@@ -2,8 +2,9 @@
 
 A lease must be some seconds long, or a pause of an agent would cost its host the membership. Where a process died and
 its machine lives, these seconds are not needed. A machine that is dead itself, or cut off, answers nothing: then only
-the end of the lease says so. If an agent is wrongly taken for dead (a firewall that resets connections), it loses its
-lease as in any other loss of the store: its worker holds, and it registers again.
+the end of the lease says so. If an agent is wrongly taken for dead (a firewall that refuses connections), it loses its
+lease as in any other loss of the store: its worker holds, and it registers again. That shows what such a refusal is
+worth: of this agent only the end of its lease counts from then on.
 """
 
 import asyncio
@@ -33,12 +34,16 @@ class DeadHostFinder:
         self._context = context
         self._looks: dict[HostName, asyncio.Task[None]] = {}
         """A task lasts until the host may be looked at again."""
+        self._ended: set[str] = set()
+        """Ids of the agents whose leases were ended. One that is in the store again was alive."""
 
     def look_at(self, agents: Iterable[tuple[HostName, str, str]]) -> None:
         """Look at some agents, beside the caller: the host, the id and the endpoint of each."""
         for host, agent_id, endpoint in agents:
             if len(self._looks) >= MAX_CONNECTIONS:
                 return
+            if agent_id in self._ended:
+                continue
             if host not in self._looks and host != self._context.settings.host:
                 task = asyncio.get_running_loop().create_task(self._look(host, agent_id, endpoint))
                 self._looks[host] = task
@@ -61,6 +66,7 @@ class DeadHostFinder:
         record = await self._context.store.get(make_host_key(self._context.settings.job, host))
         if record is None or decode_record(record, HostStatus).agent.id != agent_id:
             return  # another agent of that host, which has another port
+        self._ended.add(agent_id)
         self._context.log.record(EventKind.HOST_FOUND_DEAD, dead=host)
         await self._context.store.revoke(record.lease)
 

@@ -14,7 +14,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.membership.facts import MembershipState
 from resilient_jax.membership.redundancy import Redundancy, measure_redundancy
-from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord, QuarantineRecord
@@ -93,15 +93,22 @@ async def read_job_report(contact: JobContact) -> JobReport:
         hosts=statuses,
         quarantine=quarantine,
         device_quarantine=device_quarantine,
-        redundancy=_measure_redundancy(membership, statuses),
+        redundancy=find_redundancy(membership, statuses),
     )
 
 
-def _measure_redundancy(generation: Generation | None, hosts: tuple[HostStatus, ...]) -> Redundancy | None:
+def find_redundancy(generation: Generation | None, hosts: tuple[HostStatus, ...]) -> Redundancy | None:
+    """Return how many more hosts may be lost before the committed state is, with the newest step that all have."""
     if generation is None:
         return None
     by_name = {status.host: status for status in hosts}
-    return measure_redundancy(MembershipState(generation=generation, hosts=by_name, phase_since_s=0.0))
+    redundancy = measure_redundancy(MembershipState(generation=generation, hosts=by_name, phase_since_s=0.0))
+    if redundancy is None or not redundancy.copies or generation.phase is not GenerationPhase.ACTIVE:
+        return redundancy
+    # A worker reports the first commit of a generation; of those since then its host's progress tells.
+    members = [by_name[member.host] for member in generation.membership.members if member.host in by_name]
+    committed = min((status.progress.step for status in members), default=0)
+    return msgspec.structs.replace(redundancy, step=max(redundancy.step, committed))
 
 
 def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator[int]:

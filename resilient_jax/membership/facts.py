@@ -1,7 +1,7 @@
 """The statuses of all hosts, read as facts about a generation: live workers, failures and joiners. Pure."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.membership.leader_memory import LeaderMemory
@@ -177,12 +177,17 @@ def is_on_its_way(status: HostStatus) -> bool:
 
 def list_joiners(state: MembershipState) -> list[HostStatus]:
     """Return the hosts whose worker is idle and not a member, by name; none that is in quarantine."""
+    return list_able(state, state.hosts.keys() - state.quarantined)
+
+
+def list_able(state: MembershipState, hosts: Collection[HostName]) -> list[HostStatus]:
+    """Return those of some hosts that could join: their worker is idle and not a member. By name."""
     generation = state.generation
     dropped = {d.host: d for d in generation.membership.dropped_workers}
     return [
         status
         for host, status in sorted(state.hosts.items())
-        if host not in state.quarantined and is_joiner(generation, status, dropped.get(host))
+        if host in hosts and is_joiner(generation, status, dropped.get(host))
     ]
 
 

@@ -5,6 +5,9 @@ here what is left without them: another member with the state, or a snapshot tha
 the members stay: to be interrupted and to go on, to serve the others for one more generation, or to let another host
 go in their place. The new generation copies the state first of all (`protection`).
 
+Where all members are gone, a host in quarantine that has the state is let in with it, and leaves again once others have
+it.
+
 Where members do not answer at all, to wait for them is all that can be done (rule 9 of `rules`). Then they are left
 out, and the reason says what may be lost with them.
 """
@@ -13,8 +16,9 @@ from collections.abc import Iterable
 
 from resilient_jax.ids import HostName
 from resilient_jax.membership.doubt import have_state
-from resilient_jax.membership.facts import MembershipState, find_snapshot, is_draining
+from resilient_jax.membership.facts import MembershipState, find_snapshot, is_draining, list_able
 from resilient_jax.protocol.generation import Generation, Member
+from resilient_jax.protocol.host_status import HostStatus
 
 
 def have_last_copy(state: MembershipState, generation: Generation, members: Iterable[Member]) -> bool:
@@ -42,6 +46,21 @@ def is_needed_by_others(
         return False
     left = [state.hosts[member.host] for member in members if member.host not in gone]
     return not have_state(state.generation, left) and have_last_copy(state, state.generation, members)
+
+
+def list_quarantined_holders(
+    state: MembershipState, kept: Iterable[HostStatus], joiners: Iterable[HostStatus]
+) -> list[HostStatus]:
+    """Return the hosts in quarantine that are to join because they alone have the state.
+
+    Args:
+        kept: members that go on.
+        joiners: hosts that join without this.
+    """
+    if have_state(state.generation, [*kept, *joiners]) or find_snapshot(state) is not None:
+        return []
+    able = list_able(state, state.quarantined)
+    return able if have_state(state.generation, able) else []
 
 
 def find_suspect(state: MembershipState, min_hosts: int) -> tuple[HostName | None, HostName | None]:

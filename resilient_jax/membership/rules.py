@@ -30,7 +30,8 @@ The rules, from which the code below follows:
    in the world, and those that replace them resume from a snapshot. While there is none, workers with the state stay.
 9. If the members that are left have the last copy of the state (`redundancy`), hosts that may bring another one are
    waited for longer: a member that is late to stop, and a host whose worker takes a seat just now, or, if there are no
-   seats, is starting. Nothing ends or leaves out a member that answers and is the last with the state (`last_holders`).
+   seats, is starting. Nothing ends or leaves out a member that answers and is the last with the state, and a host in
+   quarantine that alone has it is let in (`last_holders`).
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
 11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that

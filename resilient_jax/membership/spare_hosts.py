@@ -26,6 +26,7 @@ from resilient_jax.membership.facts import (
     is_on_its_way,
     list_joiners,
 )
+from resilient_jax.membership.last_holders import list_quarantined_holders
 from resilient_jax.membership.world_formation import (
     can_be_seated,
     can_change_in_place,
@@ -169,7 +170,9 @@ def choose_joiners(
         leaves_world = generation.phase is GenerationPhase.BOUNDARY
         if leaves_world or can_go_on_by_mail(state, kept, [], find_state_origin(state, kept, [])):
             return []
-    admitted, _ = admit_hosts(state, kept, list_joiners(state), config.num_hosts)
+    joiners = list_joiners(state)
+    joiners += list_quarantined_holders(state, kept, joiners)
+    admitted, _ = admit_hosts(state, kept, joiners, config.num_hosts)
     seated = [status for status in admitted if has_taken_seat(generation, status)]
     unseated = [status for status in admitted if not has_taken_seat(generation, status)]
     if (

@@ -31,7 +31,8 @@ from resilient_jax.telemetry.stall import Stall
 NUM_HOSTS: Final = 4
 RECOVERED_STEPS: Final = 2
 """Steps that all hosts train together between two kills, so that each kill hits a healthy job."""
-RECOVERY_TIMEOUT_S: Final = 120.0
+RECOVERY_TIMEOUT_S: Final = 600.0
+"""A recovery takes seconds on an idle machine, and minutes on one whose processors others use; progress is printed."""
 TRAINING_TIMEOUT_S: Final = 86_400.0
 """The longest time of the steps after the last kill."""
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
@@ -220,7 +221,8 @@ class Scenario:
     def _kill_stage(self) -> float:
         report = self._read_report()
         victim = _followers(report)[0]
-        with self._job.holding(FailPoint.BEFORE_INPUT_GRADIENT, [victim], newest_step(report) + AHEAD_STEPS):
+        step = newest_step(report) + AHEAD_STEPS
+        with self._job.holding(FailPoint.BEFORE_INPUT_GRADIENT, [victim], step, RECOVERY_TIMEOUT_S):
             return self._job.kill(JobComponent.WORKER, victim)
 
     def _kill_holders(self) -> float:
@@ -233,7 +235,7 @@ class Scenario:
 
     def _kill_worker_in_collective(self) -> float:
         victim, late = _followers(self._read_report())[:2]
-        with hold_collective(self._job, late):
+        with hold_collective(self._job, late, RECOVERY_TIMEOUT_S):
             return self._job.kill(JobComponent.WORKER, victim)
 
     def _kill_two_hosts(self) -> float:
@@ -245,7 +247,8 @@ class Scenario:
     def _kill_worker_in_copy(self) -> float:
         report = self._read_report()
         victim = _followers(report)[0]
-        with self._job.holding(FailPoint.DURING_COPY, [victim], newest_step(report) + AHEAD_STEPS):
+        step = newest_step(report) + AHEAD_STEPS
+        with self._job.holding(FailPoint.DURING_COPY, [victim], step, RECOVERY_TIMEOUT_S):
             return self._job.kill(JobComponent.WORKER, victim)
 
     def _break(self, fault: str, kill: Callable[[], float]) -> None:
@@ -265,7 +268,9 @@ class Scenario:
         )
 
     def _read_report(self) -> JobReport:
-        return self._job.wait_report("the job's report", lambda report: report.generation is not None)
+        return self._job.wait_report(
+            "the job's report", lambda report: report.generation is not None, RECOVERY_TIMEOUT_S
+        )
 
 
 def _measure_recovery(

@@ -78,6 +78,26 @@ def test_a_port_that_no_process_has_ends_the_lease(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_an_agent_that_was_taken_for_dead_and_is_back_keeps_its_lease(tmp_path: Path) -> None:
+    """A firewall that refuses connections costs a host its lease once, not again and again."""
+
+    async def run() -> None:
+        port = closed_port()
+        async with running(tmp_path, port) as (finder, store):
+            key = make_host_key(JOB, OTHER)
+            record = await store.get(key)
+            assert record is not None
+            finder.look_at([(OTHER, "one", f"127.0.0.1:{port}")])
+            await wait_until(lambda: not finder._looks)
+            assert await store.get(key) is None
+            await store.transaction([], [PutOp(key, record.value, await store.grant(60.0))], [])
+            finder.look_at([(OTHER, "one", f"127.0.0.1:{port}")])
+            await wait_until(lambda: not finder._looks)
+            assert await store.get(key) is not None
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("agent_id", ["one", "another"])
 def test_neither_an_agent_that_lives_nor_one_that_was_started_since_loses_its_lease(
     tmp_path: Path, agent_id: str

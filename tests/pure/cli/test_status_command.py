@@ -11,7 +11,7 @@ from rich.console import Console
 from resilient_jax.cli import main, status
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cli.progress import StepRate, describe_steps
-from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.job_report import JobReport, find_redundancy
 from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
 from resilient_jax.errors import ExitCode, StoreUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
@@ -38,6 +38,7 @@ from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDeci
 from resilient_jax.protocol.slow_hosts import SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.worker_report import (
+    HeldState,
     TrainingProgress,
     WorkerFindings,
     WorkerReport,
@@ -342,3 +343,53 @@ def test_of_a_job_that_is_over_the_end_is_shown(outcome, said, tmp_path, monkeyp
     with pytest.raises(SystemExit):
         main.main()
     assert msgspec.json.decode(capfd.readouterr().out, type=EndedJob) == ended
+
+
+MEMBERS = tuple(
+    Member(host=host, incarnation=Incarnation(1), seat=Seat(index)) for index, host in enumerate(HOSTS)
+)
+
+
+def make_member_status(host: HostName, step: int) -> HostStatus:
+    """Return the status of a host whose worker has reported its first commit alone, and whose agent tells of more."""
+    held = HeldState(step=1, holds_state=True)
+    place = WorldPlace(has_formed=True)
+    report = WorkerReport(state=WorkerState.RUNNING, generation=GenerationNumber(2), held=held, place=place)
+    return change_fields(
+        REPORT.hosts[0],
+        host=host,
+        worker=WorkerStatus(incarnation=Incarnation(1), pid=1, report=report),
+        snapshots=(),
+        progress=TrainingProgress(step=step),
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"), [(GenerationPhase.ACTIVE, 40), (GenerationPhase.QUIESCE, 1)], ids=["active", "quiesce"]
+)
+def test_the_state_that_may_be_lost_is_of_the_newest_step_that_all_have(phase: GenerationPhase, step: int):
+    generation = Generation(number=GenerationNumber(2), phase=phase, membership=Membership(members=MEMBERS))
+    statuses = tuple(make_member_status(host, 40 + index) for index, host in enumerate(HOSTS))
+    redundancy = find_redundancy(generation, statuses)
+    assert redundancy is not None
+    assert (redundancy.step, redundancy.copies) == (step, 2)
+
+
+def test_a_generation_says_why_it_is_there_unless_its_decision_does():
+    generation = Generation(number=GenerationNumber(2), phase=GenerationPhase.FORM, reason="lost host-1")
+    decision = RecoveryDecision(
+        number=GenerationNumber(2), action=RecoveryAction.SHRINK, reason="lost host-1: the job goes on"
+    )
+    for report, said in (
+        (generation, "why generation 2: lost host-1"),
+        (
+            change_fields(generation, decision=decision),
+            "in generation 2: shrink: lost host-1: the job goes on",
+        ),
+    ):
+        shown = io.StringIO()
+        status.print_report(
+            Console(file=shown, width=300), msgspec.structs.replace(REPORT, generation=report)
+        )
+        assert said in shown.getvalue()
+        assert shown.getvalue().count("lost host-1") == 1

@@ -26,7 +26,7 @@ WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
 SIZE, MICROBATCHES, ROWS = 48, 12, 8
 NEVER = 10**9
-PACE_S = float(WORDS.get("pace", 0.05))
+PACE_S = float(WORDS.get("pace", 0.1))
 BRISK_STEPS, REST_S = 10, 0.3
 ALL_HOSTS = int(os.environ.get("TINY_JOB_HOSTS", 0))
 """As in tiny.py: what hosts rest while others are away is processor time for those that come back."""

@@ -51,7 +51,8 @@ REPLICAS = rj.ReplicaShape(
 SIZE, MICROBATCHES = 32, 14  # 32 x 32: a leaf that is summed in fixed point
 ROWS = int(WORDS.get("rows", 8))
 NEVER = 10**9
-PACE_S = float(WORDS.get("pace", 0.02))
+PACE_S = float(WORDS.get("pace", 0.1))
+"""Pause per step: without one a job of four takes all of a core or more, and those that come back wait for it."""
 BRISK_STEPS = 10
 REST_S = 0.3
 """Pause per step after BRISK_STEPS of a generation with fewer hosts than TINY_JOB_HOSTS: it leaves processor time to
