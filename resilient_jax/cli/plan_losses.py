@@ -8,11 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devices
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_options import CHANGE_OF, Admission, Loss, Prices, price_job
-from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
-from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.possible_losses import (
@@ -23,6 +19,12 @@ from resilient_jax.planning.possible_losses import (
 )
 from resilient_jax.planning.replanning import ReplanAction, ReplanOption
 from resilient_jax.planning.state_migration import count_lost_bytes
+from resilient_jax.policy.choice import Choice, choose
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss, select_devices
+from resilient_jax.policy.loss_options import CHANGE_OF
+from resilient_jax.policy.prices import Prices, price_job
+from resilient_jax.policy.return_groups import ExpectedReturn
+from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.plan_records import PlanChange
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, RecoveryOption, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
@@ -184,7 +186,7 @@ def _decide_loss(job: _Job, lost: Sequence[str], *, num_back: int = 0) -> Decide
         after[RecoveryAction.KEEP_AXES] = ActionPlan.of(estimate.kept)
     if estimate is not None and estimate.kept_stages_s:
         after[RecoveryAction.KEEP_STAGES] = ActionPlan(plan.shape, estimate.kept_stages_s)
-    choice = choose_after_loss(loss, _add_moves(job.prices, estimate))
+    choice = choose(loss, _add_moves(job.prices, estimate))
     return _make_decided("", choice, job, after, estimate, lost)
 
 
@@ -221,7 +223,7 @@ def _decide_return(
         RecoveryAction.POSTPONE: first.after[first.choice.action],
     }
     when = f"when {name} is back with {used} {'device' if used == 1 else 'devices'}"
-    choice = choose_admission(admission, job.prices)
+    choice = choose(admission, job.prices)
     return (_make_decided(when, choice, job, after, estimate, ()),)
 
 
@@ -230,7 +232,7 @@ def _decide_restart(job: _Job, out: Sequence[str], used: int) -> DecidedChange:
     estimate, ready = job.estimate(out), job.count_hosts(used)
     loss = Loss(places=1, ready=ready, num_lost=0, new_world_because=_ALONE, needs_restore=True)
     after = {RecoveryAction.RESTORE: ActionPlan.of(estimate.best)}
-    choice = choose_after_loss(loss, _add_moves(job.prices, estimate))
+    choice = choose(loss, _add_moves(job.prices, estimate))
     return _make_decided("", choice, job, after, estimate, ())
 
 

@@ -6,17 +6,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devices
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_options import price_job
-from resilient_jax.membership.recovery_policy import Choice
-from resilient_jax.membership.slow_host_policy import SlowTraining, choose_for_slow_host
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.possible_slowness import (
     PossibleSlowness,
     estimate_possible_slowdown,
     list_possible_slowness,
 )
+from resilient_jax.policy.choice import Choice, choose
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss, select_devices
+from resilient_jax.policy.prices import price_job
+from resilient_jax.policy.situations import SlowTraining
 from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.topology import Topology
@@ -81,7 +81,7 @@ def decide_slow_hosts(
             has_spare=has_spare,
             refusal_fewer_devices="" if places > 1 else "the next loss may be that of the state",
         )
-        choice = choose_for_slow_host(training, prices)
+        choice = choose(training, prices)
         decisions.append(SlowDecision(slow=slow, slowdown=slowdown, choice=choice))
     return decisions
 

@@ -19,7 +19,6 @@ from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_explanation import explain_change
 from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints
-from resilient_jax.planning.recovery_score import DEVICE_HOURS_PER_FAILURE, HOUR_S, compute_score
 from resilient_jax.planning.rerouted_step import LostStage, price_rerouted_s
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.state_migration import (
@@ -30,6 +29,7 @@ from resilient_jax.planning.state_migration import (
 )
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.planning.unequal_search import search_unequal_plan
+from resilient_jax.policy.score import DEVICE_HOURS_PER_FAILURE, HOUR_S, compute_score
 from resilient_jax.topology import Topology
 
 DEFAULT_COMPILE_S = 60.0

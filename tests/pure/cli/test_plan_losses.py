@@ -3,11 +3,11 @@
 import pytest
 
 from resilient_jax.cli.plan_losses import decide_losses, explain_change
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.possible_losses import estimate_loss
 from resilient_jax.planning.search import search_plans
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.recovery_records import RecoveryAction
 from tests.support.plan_topologies import cluster, small_profile
 

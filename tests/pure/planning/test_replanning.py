@@ -18,11 +18,11 @@ from resilient_jax.planning.host_state import (
     intersect_regions,
 )
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.recovery_score import compute_score
 from resilient_jax.planning.replanning import ReplanAction, replan
 from resilient_jax.planning.rerouted_step import price_rerouted_s
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.state_migration import count_missing_bytes, plan_migration
+from resilient_jax.policy.score import compute_score
 from resilient_jax.topology import UnknownHost
 from tests.support.plan_topologies import cluster, small_profile
 
