@@ -32,7 +32,7 @@ from resilient_jax.membership.planned_axes import (
 )
 from resilient_jax.membership.spare_hosts import count_places, explain_cold_join, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, explain_new_world, is_in_place
-from resilient_jax.policy.choice import Choice, choose
+from resilient_jax.policy.choice import RecoveryChoice, choose
 from resilient_jax.policy.failure_forecast import (
     count_host_losses,
     describe_record,
@@ -306,7 +306,7 @@ def _is_coming(state: MembershipState, status: HostStatus) -> bool:
 
 def _record(
     state: MembershipState,
-    choice: Choice,
+    choice: RecoveryChoice,
     joining: Iterable[HostName],
     awaited: Iterable[HostName],
     *,

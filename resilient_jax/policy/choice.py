@@ -54,7 +54,7 @@ _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RecoveryChoice:
     """What the policy has chosen.
 
     Attributes:
@@ -72,7 +72,7 @@ class Choice:
     num_awaited: int = 0
 
 
-def choose(situation: Situation, prices: Prices) -> Choice:
+def choose(situation: Situation, prices: Prices) -> RecoveryChoice:
     """Return what to do in a situation, and why."""
     offer = list_options(situation, prices)
     chosen = _choose_action(offer, prices)
@@ -82,7 +82,7 @@ def choose(situation: Situation, prices: Prices) -> Choice:
     )
     new_world_because = "" if isinstance(situation, SlowTraining) else situation.new_world_because
     course = _describe_course(chosen, wait.wait_s, new_world_because)
-    return Choice(
+    return RecoveryChoice(
         action=chosen,
         reason=f"the job {course}{_compare(options, offer.usual, prices)}",
         options=tuple(options),

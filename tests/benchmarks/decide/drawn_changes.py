@@ -16,7 +16,7 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.job_history import MAX_RECENT
-from resilient_jax.policy.choice import Choice, choose
+from resilient_jax.policy.choice import RecoveryChoice, choose
 from resilient_jax.policy.failure_forecast import add_return, count_losses, expect_return_s
 from resilient_jax.policy.prices import PRIOR_S, price_job
 from resilient_jax.policy.return_groups import PATIENCE, ExpectedReturn
@@ -316,7 +316,7 @@ def _play_admission(chance: random.Random) -> _Played:
 
 
 def _compare(
-    choice: Choice,
+    choice: RecoveryChoice,
     play: Callable[[RecoveryAction, Outcome], float],
     outcome: Outcome,
     at_once: RecoveryAction,

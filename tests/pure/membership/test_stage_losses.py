@@ -21,7 +21,7 @@ from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_ro
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
-from resilient_jax.policy.choice import Choice, choose
+from resilient_jax.policy.choice import RecoveryChoice, choose
 from resilient_jax.policy.prices import PRIOR_S, Prices
 from resilient_jax.policy.return_groups import PATIENCE, ExpectedReturn
 from resilient_jax.policy.score import HOUR_S, Phase, score_phases
@@ -238,14 +238,14 @@ def test_blocks_move_where_that_pays_until_the_host_is_back(
     assert choose_for_stage(stage, stages * replicas, returned_s) is action
 
 
-def lose_for_good(stage: StageLoss, **seconds: float) -> Choice:
+def lose_for_good(stage: StageLoss, **seconds: float) -> RecoveryChoice:
     """Return what is chosen in a job of four hosts if nobody comes back, with these measured pauses."""
     known = {**PRIOR_S, **{TimedChange(change): value for change, value in seconds.items()}}
     loss = Loss(places=4, ready=3, stage=stage, can_join_in_place=False)
     return choose(loss, Prices(seconds=known, next_failure_s=HOUR_S))
 
 
-def find_option(choice: Choice, action: RecoveryAction) -> RecoveryOption:
+def find_option(choice: RecoveryChoice, action: RecoveryAction) -> RecoveryOption:
     (found,) = [one for one in choice.options if one.action is action]
     return found
 

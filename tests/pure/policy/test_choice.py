@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.job_history import add_time
-from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, Choice, choose
+from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, RecoveryChoice, choose
 from resilient_jax.policy.failure_forecast import count_losses
 from resilient_jax.policy.prices import PRIOR_S, Prices, price_job
 from resilient_jax.policy.return_groups import ExpectedReturn
@@ -132,7 +132,7 @@ def test_the_score_is_the_mean_speed_of_all_moments_until_the_next_failure(phase
     assert score_phases(phases, horizon) == pytest.approx(trained / moments, abs=7 / moments)
 
 
-def check_choice(choice: Choice, horizon_s: float) -> None:
+def check_choice(choice: RecoveryChoice, horizon_s: float) -> None:
     """Check a choice against all possible options: none of them saves as much as makes another choice."""
     first, *others = choice.options
     assert choice.action is first.action
