@@ -22,16 +22,19 @@ if TYPE_CHECKING:
     from resilient_jax.planning.errors import NoFeasiblePlan as NoFeasiblePlan
     from resilient_jax.planning.errors import PlanError as PlanError
     from resilient_jax.planning.model_file import load_model_shape as load_model_shape
+    from resilient_jax.planning.next_plans import NextPlan as NextPlan
     from resilient_jax.planning.plan import Plan as Plan
     from resilient_jax.planning.program_cost import ProgramCost as ProgramCost
-    from resilient_jax.planning.replanning import ReplanAction as ReplanAction
-    from resilient_jax.planning.replanning import ReplanDecision as ReplanDecision
-    from resilient_jax.planning.replanning import ReplanOption as ReplanOption
+    from resilient_jax.planning.replan_decision import ReplanDecision as ReplanDecision
+    from resilient_jax.planning.replan_decision import ReplanStep as ReplanStep
     from resilient_jax.planning.replanning import replan as replan
     from resilient_jax.planning.search import search_plan as search_plan
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
     from resilient_jax.planning.transformer_cost import analyze_transformer as analyze_transformer
+    from resilient_jax.policy.choice import RecoveryChoice as RecoveryChoice
     from resilient_jax.program_analysis.program_analysis import analyze_program as analyze_program
+    from resilient_jax.protocol.recovery_records import RecoveryAction as RecoveryAction
+    from resilient_jax.protocol.recovery_records import RecoveryOption as RecoveryOption
     from resilient_jax.sharding.logical_axes import LogicalAxisRules as LogicalAxisRules
     from resilient_jax.sharding.planned_program import compile_plan as compile_plan
     from resilient_jax.sharding.planned_program import make_mesh as make_mesh
@@ -75,6 +78,7 @@ _HOME = {
     "LogicalAxisRules": "resilient_jax.sharding.logical_axes",
     "Microbatch": "resilient_jax.step.microbatch_accumulator",
     "MicrobatchData": "resilient_jax.data.microbatches",
+    "NextPlan": "resilient_jax.planning.next_plans",
     "NoFeasiblePlan": "resilient_jax.planning.errors",
     "NonFiniteError": "resilient_jax.errors",
     "Numerics": "resilient_jax.trainer.numerics",
@@ -89,9 +93,11 @@ _HOME = {
     "ProgramCost": "resilient_jax.planning.program_cost",
     "RaveledArray": "resilient_jax.sharding.raveled_array",
     "ReadOptions": "resilient_jax.trainer.fit_config",
-    "ReplanAction": "resilient_jax.planning.replanning",
-    "ReplanDecision": "resilient_jax.planning.replanning",
-    "ReplanOption": "resilient_jax.planning.replanning",
+    "RecoveryAction": "resilient_jax.protocol.recovery_records",
+    "RecoveryChoice": "resilient_jax.policy.choice",
+    "RecoveryOption": "resilient_jax.protocol.recovery_records",
+    "ReplanDecision": "resilient_jax.planning.replan_decision",
+    "ReplanStep": "resilient_jax.planning.replan_decision",
     "ReplicaShape": "resilient_jax.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
     "ShardedState": "resilient_jax.worker.sharded_state",
@@ -131,6 +137,7 @@ __all__ = [
     "LogicalAxisRules",
     "Microbatch",
     "MicrobatchData",
+    "NextPlan",
     "NoFeasiblePlan",
     "NonFiniteError",
     "Numerics",
@@ -145,9 +152,11 @@ __all__ = [
     "ProgramCost",
     "RaveledArray",
     "ReadOptions",
-    "ReplanAction",
+    "RecoveryAction",
+    "RecoveryChoice",
+    "RecoveryOption",
     "ReplanDecision",
-    "ReplanOption",
+    "ReplanStep",
     "ReplicaShape",
     "ResilientJaxError",
     "ShardedState",

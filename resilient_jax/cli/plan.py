@@ -1,11 +1,12 @@
 """`resilient-jax plan`: search plans for a job before it runs."""
 
+import functools
 import time
 from pathlib import Path
 
 from resilient_jax.cli.console import open_console
+from resilient_jax.cli.plan_changes import decide_changes, print_decided_changes, print_replan
 from resilient_jax.cli.plan_json import print_plans_as_json
-from resilient_jax.cli.plan_losses import decide_losses, print_losses
 from resilient_jax.cli.plan_options import (
     AfterLossOption,
     AxisOption,
@@ -25,18 +26,16 @@ from resilient_jax.cli.plan_options import (
     choose_calibration,
     parse_axes,
 )
-from resilient_jax.cli.plan_slow_hosts import decide_slow_hosts, print_slow_hosts
 from resilient_jax.cli.plan_table import print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
-from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.replanning import ReplanDecision, replan
+from resilient_jax.planning.replanning import replan
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer_cost import analyze_transformer
-from resilient_jax.topology import Topology, load_topology
+from resilient_jax.topology import load_topology
 
 MAX_BATCH = 10**9
 """The most sequences of a step; a larger number is mistyped, and the search over its divisors would take hours."""
@@ -61,7 +60,7 @@ def plan(
     """Search the fastest plan to train a model on a cluster, and the replan when hosts die or slow down.
 
     Needs no accelerator and no cluster. Shows the best plans with their time by term, the memory of a device, tokens
-    per second and the reason; with --without or --slow also the bytes that move from the previous plan to the next.
+    per second and the reason; with --without or --slow also what the leader of a job would do about that change.
 
     Example: resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
     --without host-07 --slow host-11=0.6
@@ -94,34 +93,29 @@ def plan(
     constants = choose_calibration(calibration, topology)
     constraints = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
 
-    def search(where: Topology, number: int) -> tuple[Plan, ...]:
-        return search_plans(
-            cost, where, global_batch=global_batch, calibration=constants, constraints=constraints, top=number
-        )
-
+    search = functools.partial(
+        search_plans, cost, global_batch=global_batch, calibration=constants, constraints=constraints
+    )
     started = time.monotonic()
-    plans = search(now, top)
+    plans = search(now, top=top)
     search_s = time.monotonic() - started
-    change = _replan(search(before, 1)[0], now, constraints) if now != before else None
-    asked = (plans[0], now, devices_after_loss, spare, min_replicas)
-    losses = decide_losses(*asked) if decide else None
-    slow_hosts = decide_slow_hosts(*asked) if decide else None
+
+    decide_after = functools.partial(
+        replan, min_replicas=min_replicas, has_spare=spare, devices_after_loss=devices_after_loss
+    )
+    # Axes that are given leave no choice.
+    change = decide_after(search(before)[0], now) if now != before and not constraints.axes else None
+    decided = decide_changes(now, functools.partial(decide_after, plans[0])) if decide else {}
     with open_console() as console:
         if json_only:
-            print_plans_as_json(plans, change, search_s, losses, slow_hosts)
-        else:
-            print_plans(console, plans, change, search_s)
-            if losses is not None:
-                print_losses(console, losses)
-            if slow_hosts is not None:
-                print_slow_hosts(console, slow_hosts)
+            print_plans_as_json(plans, change, search_s, decided)
+            return
+        print_plans(console, plans, search_s)
+        if change is not None:
+            print_replan(console, change)
+        print_decided_changes(console, decided)
 
 
 def _load_cost(model: Path) -> ProgramCost:
     shape = load_model_shape(model)
     return analyze_transformer(shape.transformer, name=shape.name)
-
-
-def _replan(before: Plan, now: Topology, constraints: PlanConstraints) -> ReplanDecision | None:
-    """Return the replan after the change; None if axes are given, which leave no choice."""
-    return None if constraints.axes else replan(before, now, min_replicas=constraints.min_replicas)

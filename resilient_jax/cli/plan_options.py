@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration, load_calibration
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.topology import Topology
 
 CheckOption = Annotated[

@@ -9,17 +9,14 @@ from rich.table import Table
 
 from resilient_jax.cli.topology_table import format_si
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 
 BAR_CELLS = 50
 """The length of the chart's longest bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_plans(
-    console: Console, plans: Sequence[Plan], change: ReplanDecision | None, search_s: float
-) -> None:
-    """Print the best plans, their time and memory by term, and the replan after a change of the cluster."""
+def print_plans(console: Console, plans: Sequence[Plan], search_s: float) -> None:
+    """Print the best plans, and their time and memory by term."""
     best = plans[0]
     console.print(
         f"{escape(best.model_name)} on {escape(best.topology_name)}: {best.device_count} devices, "
@@ -32,9 +29,6 @@ def print_plans(
     for line in draw_bars(best.step_breakdown.by_term()):
         console.print(line, highlight=False)
     console.print(f"why: {escape(best.reason)}")
-    if change is not None:
-        console.print(_tabulate_options(change))
-        console.print(f"what to do: {escape(change.reason)}")
 
 
 def tabulate_plans(plans: Sequence[Plan]) -> Table:
@@ -100,28 +94,3 @@ def draw_bars(terms: dict[str, float]) -> list[str]:
 def _bar(part: float) -> str:
     eighths = round(part * BAR_CELLS * 8)
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
-
-
-def _tabulate_options(change: ReplanDecision) -> Table:
-    table = Table(
-        "", "plan", title=f"after the change, {change.next_failure_s / 3600:.3g} h before the next failure"
-    )
-    for name in ("step", "search", "compile", "move", "bytes moved", "samples/s until then"):
-        table.add_column(name, justify="right")
-    table.add_row("before", change.before.shape, f"{change.before.step_time_s:.4g} s")
-    for option in (change.chosen, *change.others):
-        table.add_row(*_describe(option))
-    return table
-
-
-def _describe(option: ReplanOption) -> tuple[str, ...]:
-    return (
-        str(option.action),
-        option.plan.shape,
-        f"{option.step_time_s:.4g} s",
-        f"{option.search_s:.3g} s",
-        f"{option.compile_s:.3g} s",
-        f"{option.migration_s:.3g} s",
-        format_si(option.migration.bytes_moved, "B"),
-        f"{option.score:.4g}",
-    )

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from resilient_jax.cluster.job_view import JobView
-from resilient_jax.planning.recovery_score import describe_s
+from resilient_jax.policy.score import describe_s
 from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.telemetry.metric_text import format_metrics
 from resilient_jax.telemetry.screen_output import print_bytes

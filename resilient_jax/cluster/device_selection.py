@@ -1,33 +1,13 @@
-"""Which devices of a host its workers see, when some of them are out. Pure."""
+"""The devices of a host that its workers see, in the environment of these workers. Pure."""
 
 from collections.abc import Collection, Mapping
-from typing import Final, Literal
+from typing import Final
 
 from resilient_jax.cluster.nvml_reader import VISIBLE, parse_visible_devices
 from resilient_jax.jax_runtime.worker_environment import count_cpu_devices, set_device_count
 
-DevicesAfterLoss = Literal["even", "all", "host"]
-"""See `JobConfig.devices_after_loss`."""
 PART_OF_GPU: Final = "MIG-"
 """How the names of parts of GPUs begin."""
-
-
-def select_devices(num_devices: int, lost: Collection[int], after_loss: DevicesAfterLoss) -> tuple[int, ...]:
-    """Return the devices that a worker uses, by number from 0; () if the host can do without none that it lost.
-
-    With "even" they are as many as divide the host's number, so that a mesh whose axes are powers of two still fits:
-    of eight devices without one, four. The others stand by, and are used if one of these is lost.
-
-    >>> select_devices(8, [2], "even"), select_devices(4, [0], "all"), select_devices(1, [0], "all")
-    ((0, 1, 3, 4), (1, 2, 3), ())
-    """
-    left = [device for device in range(num_devices) if device not in lost]
-    if len(left) == num_devices or after_loss == "all":
-        return tuple(left)
-    if after_loss == "host":
-        return ()
-    count = max((size for size in range(1, len(left) + 1) if num_devices % size == 0), default=0)
-    return tuple(left[:count])
 
 
 def list_named_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:

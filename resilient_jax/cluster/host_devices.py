@@ -5,13 +5,9 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.device_selection import (
-    count_devices,
-    list_named_gpus,
-    restrict_environment,
-    select_devices,
-)
+from resilient_jax.cluster.device_selection import count_devices, list_named_gpus, restrict_environment
 from resilient_jax.ids import Incarnation
+from resilient_jax.policy.devices_after_loss import select_devices
 from resilient_jax.protocol.host_status import DevicesStatus
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 

@@ -20,17 +20,17 @@ from resilient_jax.membership.facts import (
     is_cold,
     is_joiner,
 )
-from resilient_jax.membership.failure_forecast import (
-    MAX_RECORDS,
-    add_return,
-    count_losses,
-    forget_returns,
-)
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.leader_memory import LeaderMemory
 from resilient_jax.membership.loss_causes import find_left, find_loss_causes, has_notice
 from resilient_jax.membership.phases import may_follow
 from resilient_jax.membership.planned_axes import find_decided_number, gives_up_axes
+from resilient_jax.policy.failure_forecast import (
+    MAX_RECORDS,
+    add_return,
+    count_losses,
+    forget_returns,
+)
 from resilient_jax.protocol.generation import Generation, GenerationPhase, WorldChange
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import (

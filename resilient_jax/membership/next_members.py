@@ -15,7 +15,6 @@ from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.slow_hosts import HostSpeeds
 from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
 
-COPY_TIMEOUT_S: Final = 60.0
 LEAVING_COPY_TIMEOUT_S: Final = 10.0
 """Where a member is to leave: until then it trains on, slow or broken as it may be."""
 NOTICE_STEPS: Final = 5

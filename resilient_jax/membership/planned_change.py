@@ -13,7 +13,6 @@ from resilient_jax.membership.facts import (
 from resilient_jax.membership.job_end import have_all_notice, saves_on_notice
 from resilient_jax.membership.kept_stages import list_absent
 from resilient_jax.membership.next_members import (
-    COPY_TIMEOUT_S,
     LEAVING_COPY_TIMEOUT_S,
     expect_members,
     is_wait_too_long_for,
@@ -28,7 +27,7 @@ from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import JOINING_ACTIONS
-from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
+from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, NextMembers, are_parts_complete
 
 
 def plan_change(

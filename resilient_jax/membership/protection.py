@@ -7,7 +7,7 @@ ends early leaves nothing behind, and a job of short generations is never protec
 
 from typing import Final
 
-from resilient_jax.membership.failure_forecast import expect_failure_s
+from resilient_jax.policy.failure_forecast import expect_failure_s
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.snapshots import Protection, SnapshotPlan
 

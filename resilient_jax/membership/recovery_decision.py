@@ -22,12 +22,6 @@ from resilient_jax.membership.facts import (
     is_on_its_way,
     join_names,
 )
-from resilient_jax.membership.failure_forecast import (
-    count_host_losses,
-    describe_record,
-    expect_return_s,
-    list_expected,
-)
 from resilient_jax.membership.host_shares import HostShares
 from resilient_jax.membership.kept_stages import find_stage_loss, list_absent, list_order
 from resilient_jax.membership.planned_axes import (
@@ -36,11 +30,18 @@ from resilient_jax.membership.planned_axes import (
     list_lost,
     note_axes,
 )
-from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
-from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
-from resilient_jax.membership.return_groups import ExpectedReturn
 from resilient_jax.membership.spare_hosts import count_places, explain_cold_join, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, explain_new_world, is_in_place
+from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.failure_forecast import (
+    count_host_losses,
+    describe_record,
+    expect_return_s,
+    list_expected,
+)
+from resilient_jax.policy.prices import PRIOR_S, price_job
+from resilient_jax.policy.return_groups import ExpectedReturn
+from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.recovery_records import (
@@ -118,7 +119,7 @@ def decide_after_loss(
         stage_return_s=awaited.get(stage.hosts[0]) if stage is not None and len(stage.hosts) == 1 else None,
         may_wait=bool(kept) and generation.phase is GenerationPhase.QUIESCE and not has_waited,
     )
-    choice = choose_after_loss(loss, price_job(generation.record.history, names))
+    choice = choose(loss, price_job(generation.record.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
         decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
         return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
@@ -234,7 +235,7 @@ def decide_admission(
         plan=planned[1] if planned is not None else None,
         has_new_axes=planned is not None and planned[1].best_axes != planned[0].axes,
     )
-    choice = choose_admission(admission, price_job(generation.record.history, hosts, names))
+    choice = choose(admission, price_job(generation.record.history, hosts, names))
     again = (host for host in names if count_host_losses(generation.record.history, host) > 1)
     decision = _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
     return note_axes(generation, decision, *planned) if planned is not None else decision
@@ -305,7 +306,7 @@ def _is_coming(state: MembershipState, status: HostStatus) -> bool:
 
 def _record(
     state: MembershipState,
-    choice: Choice,
+    choice: RecoveryChoice,
     joining: Iterable[HostName],
     awaited: Iterable[HostName],
     *,

@@ -34,7 +34,7 @@ The rules, from which the code below follows:
    quarantine that alone has it is let in (`last_holders`).
 10. There are as many places as hosts that were not started as spares (`spare_hosts`). Whichever host is ready first
    takes a place that is free, and no host gives up its place for another; the rest waits with a seat.
-11. Where the rules above leave a choice, the policy makes it (`recovery_policy`): whether members wait for a host that
+11. Where the rules above leave a choice, the policy makes it (`policy.choice`): whether members wait for a host that
    comes back, and whether hosts that are ready join now. Its decision is in the generation, and every leader obeys it.
 12. A slow host that costs more than shares by speed give back is replaced, taken out, or given fewer layers, where the
    policy finds that worth a planned change (`slowness`): one host at a time.

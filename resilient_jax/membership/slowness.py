@@ -29,21 +29,20 @@ from resilient_jax.membership.facts import (
     list_joiners,
 )
 from resilient_jax.membership.host_shares import HostShares
-from resilient_jax.membership.next_members import COPY_TIMEOUT_S, LEAVING_COPY_TIMEOUT_S, expect_members
+from resilient_jax.membership.next_members import LEAVING_COPY_TIMEOUT_S, expect_members
 from resilient_jax.membership.planned_pause import begin_pause
-from resilient_jax.membership.recovery_options import price_job
-from resilient_jax.membership.slow_host_policy import (
-    SlowTraining,
-    choose_for_slow_host,
-    count_standby_devices,
-)
 from resilient_jax.membership.spare_hosts import admit_hosts, choose_joiners, count_places, list_staying
 from resilient_jax.membership.world_formation import can_change_in_place
+from resilient_jax.policy.choice import choose
+from resilient_jax.policy.prices import price_job
+from resilient_jax.policy.situations import SlowTraining
+from resilient_jax.policy.slow_host_options import count_standby_devices
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import HostFailures, RecoveryAction, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import COMMON_CAUSE_STEPS, DeviceTakenOut, SlowHost, SlownessRecord
+from resilient_jax.protocol.state_records import COPY_TIMEOUT_S
 from resilient_jax.protocol.worker_report import WorkerReport
 
 MAX_HOSTS: Final = 64
@@ -136,7 +135,7 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
         can_return_in_place=has_service(state)
         and generation.membership.next_seat < generation.membership.num_seats,
     )
-    choice = choose_for_slow_host(training, price_job(generation.record.history, names))
+    choice = choose(training, price_job(generation.record.history, names))
     before = generation.record.slowness.decision
     told = (generation.number, slowdown.host, choice.action)
     if before is not None and (before.number, before.slow, before.action) == told:

@@ -5,7 +5,6 @@ time from the end of a task until the next stage has its result:
 
     weights apart   N p + (P - 1) (t - W + 2 x),   p = max(t, t - W + W / P + 2 x (P - 1) / P)
     interleaved     (N + (P - 1) / r) (t + 2 x)         r > 1 chunks of layers on a stage; Narayanan et al. 2021, 2.2
-    rerouted        weights apart + sum_i N F_i / (D - F_i) p     F_i of D peers of stage i failed; arXiv 2508.21613
 
 The first is `pipeline_schedule.tasks.DEFAULT_SCHEDULE` (ZB-H1, https://arxiv.org/abs/2401.10241): weight gradients fill
 the gaps, so that only F and B of P - 1 stages are waited for. At most P microbatches are in flight, so one cannot
@@ -13,14 +12,10 @@ follow another sooner than in a P-th of its way there and back. Without any tran
 faster.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from resilient_jax.errors import CallerError
 
 Seconds = float | NDArray[np.float64]
 """One time, or a column of them."""
@@ -81,32 +76,3 @@ def time_pipeline(
         (stages - 1) * (stage_s - weights),
         (stages - 1) * 2 * transfer_s,
     )
-
-
-def estimate_rerouted_s(
-    stages: int, microbatches: int, pipelines: int, failed: Sequence[int], time: PipelineTime
-) -> float | None:
-    """Return the step time when the peers of a stage take over the microbatches of its failed replicas.
-
-    Args:
-        stages: P.
-        microbatches: N, of one pipeline.
-        pipelines: D, before the failure.
-        failed: F_i, failed peers of stage i.
-
-    Returns:
-        Seconds; None if all peers of a stage failed.
-
-    Raises:
-        CallerError: `failed` has another length than the number of stages.
-
-    >>> round(estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], PipelineTime(1.0, 3.0, 0.0)), 3)
-    13.667
-    """
-    if len(failed) != stages:
-        raise CallerError(f"failed: found {len(failed)} numbers, expected one for each of {stages} stages")
-    if any(count >= pipelines for count in failed):
-        return None
-    # Each of the D - F_i live peers of stage i takes N F_i / (D - F_i) of the N F_i microbatches of the failed ones.
-    more = math.fsum(microbatches * count / (pipelines - count) for count in failed)
-    return float((microbatches + more) * time.microbatch_s + time.fill_s)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.unequal_plan import UnequalPlan
 
 _SHOWN = 0.005
 """Terms with a smaller part of the step are omitted."""
@@ -80,9 +79,3 @@ def _uneven(plan: Plan) -> str:
         f"A batch of {plan.global_batch} does not divide evenly over {plan.device_count} devices, which compute for "
         f"{part:.0%} of that time; a batch of {even} does."
     )
-
-
-def explain_change(plan: Plan | UnequalPlan, before: Plan) -> str:
-    """Return a sentence that compares a plan with the one before it."""
-    change = plan.step_time_s / before.step_time_s - 1
-    return f"Before: {before.shape} on {before.device_count} devices; the step takes {change:+.1%} now."

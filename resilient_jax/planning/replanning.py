@@ -1,135 +1,49 @@
-"""Replanning after a failure: a new plan of equal or unequal replicas, the old plan on fewer, or rerouted work.
+"""What a job would do when the cluster of a plan changes: a plan and a topology, read as situations of the policy.
 
-Options are compared by Chameleon's score (arXiv 2508.21613), the samples per second until the next failure. With batch
-B, step time t, transition time T and time D to the next failure, `score = (B / t) (D - T) / D`; a new plan with step
-time t_dyn beats rerouting with t_rr from `D = T / (1 - t_dyn / t_rr)` on.
+The decisions are those of a job (`policy.choice`), one after the other as a job meets them: about the hosts that are
+lost, about each host that is back with fewer devices, about each host whose speed has changed, about hosts that are
+new. Speeds are the cost model's. Pauses and the time to the next failure are those of a job that has measured none yet,
+with the state that moves. A lost host is not expected back; one that has lost a device is, once its worker has started
+again.
 """
 
-import collections
 import dataclasses
-import enum
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
-from resilient_jax.planning.collectives import find_device_links
-from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
-from resilient_jax.planning.pipeline import find_weight_share
-from resilient_jax.planning.placement import place_replicas
-from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_explanation import explain_change
-from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints
-from resilient_jax.planning.recovery_score import DEVICE_HOURS_PER_FAILURE, HOUR_S, compute_score
-from resilient_jax.planning.rerouted_step import LostStage, price_rerouted_s
-from resilient_jax.planning.search import search_plans
-from resilient_jax.planning.state_migration import (
-    HostTransfer,
-    StateMigration,
-    plan_migration,
-    plan_team_migration,
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.next_plans import (
+    DEFAULT_COMPILE_S,
+    NextPlan,
+    NextPlans,
+    NextPlanSearch,
+    is_same_program,
+    price_kept_stages_s,
 )
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.replan_decision import ReplanDecision, ReplanStep
+from resilient_jax.planning.state_migration import count_lost_bytes
 from resilient_jax.planning.unequal_plan import UnequalPlan
-from resilient_jax.planning.unequal_search import search_unequal_plan
-from resilient_jax.topology import Topology
+from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss, select_devices
+from resilient_jax.policy.loss_options import CHANGE_OF
+from resilient_jax.policy.prices import PRIOR_S, Prices, price_job
+from resilient_jax.policy.return_groups import ExpectedReturn
+from resilient_jax.policy.situations import Admission, Loss, SlowTraining
+from resilient_jax.protocol.plan_records import PlanChange
+from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, TimedChange
+from resilient_jax.protocol.slow_hosts import Slowdown, name_devices
+from resilient_jax.protocol.state_records import StageLoss
+from resilient_jax.topology import Host, Topology
 
-DEFAULT_COMPILE_S = 60.0
-"""Compile time of a program that no cache has: assumed; large programs take from half a minute to some minutes."""
-
-
-class ReplanAction(enum.StrEnum):
-    """What to do after a failure."""
-
-    NEW = "new"
-    """Take another plan: other axes, or another microbatch."""
-    KEEP = "keep"
-    """Keep the program, on the replicas that are left, or on as many as are possible now."""
-    UNEQUAL = "unequal"
-    """Take a plan of unequal teams, so that more devices work than equal replicas can use."""
-    REROUTE = "reroute"
-    """Move no state: the peers of a lost stage compute its microbatches."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReplanOption:
-    """One action with its costs.
-
-    Attributes:
-        action: what the job does about the change.
-        plan: the plan that runs then; for `REROUTE` the plan before, for `UNEQUAL` one of unequal teams.
-        step_time_s: seconds of each step after the change.
-        search_s, compile_s, migration_s: times before the first step: the search where it was not done ahead, the
-            program where no cache has it, the state.
-        migration: what moves of the state.
-        score: samples per second over the time to the next failure; 0 if the transition takes longer.
-    """
-
-    action: ReplanAction
-    plan: Plan | UnequalPlan
-    step_time_s: float
-    search_s: float
-    compile_s: float
-    migration_s: float
-    migration: StateMigration
-    score: float
-
-    @property
-    def transition_s(self) -> float:
-        """Time before the first step."""
-        return self.search_s + self.compile_s + self.migration_s
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReplanDecision:
-    """What to do after a change of the topology, and why.
-
-    Attributes:
-        before: the plan that ran.
-        chosen: the option with the best score.
-        others: all others, the best first.
-        next_failure_s: expected time to the next failure.
-        reason: why, in sentences.
-    """
-
-    before: Plan
-    chosen: ReplanOption
-    others: tuple[ReplanOption, ...]
-    next_failure_s: float
-    reason: str
-
-    @property
-    def plan(self) -> Plan | UnequalPlan:
-        """The plan that runs from now on."""
-        return self.chosen.plan
-
-    @property
-    def step_time_s(self) -> float:
-        """Estimated time of each step from now on."""
-        return self.chosen.step_time_s
-
-    @property
-    def bytes_moved(self) -> float:
-        """Bytes of the state that move over the network."""
-        return self.chosen.migration.bytes_moved
-
-    @property
-    def transfers(self) -> tuple[HostTransfer, ...]:
-        """Bytes from host to host."""
-        return self.chosen.migration.transfers
-
-    @property
-    def transition_s(self) -> float:
-        """Time before the first step."""
-        return self.chosen.transition_s
-
-
-def estimate_next_failure_s(topology: Topology) -> float:
-    """Return the mean time to the next failure of any of the devices."""
-    # D = (device hours per failure) / devices, in s: the rates of independent failures add up.
-    return DEVICE_HOURS_PER_FAILURE / topology.device_count * HOUR_S
-
-
-def _is_never_compiled(_: Plan) -> bool:
-    return False
+COMPILED_AHEAD_HOSTS: Final = 2
+"""A job compiles what it would need after the loss of so many hosts while it trains; and of one that joins."""
+ALONE: Final = "no host of its world is left"
+"""Why hosts of which none trained before go on in a new world."""
+MAX_NAMES: Final = 4
+"""Of hosts in a text."""
 
 
 def replan(
@@ -137,288 +51,407 @@ def replan(
     topology: Topology,
     *,
     next_failure_s: float | None = None,
-    search_s: float = 0.0,
     compile_s: float = DEFAULT_COMPILE_S,
-    is_compiled: Callable[[Plan], bool] = _is_never_compiled,
+    is_compiled: Callable[[Plan | UnequalPlan], bool] | None = None,
     min_replicas: int = 1,
+    has_spare: bool = False,
+    devices_after_loss: DevicesAfterLoss = "even",
 ) -> ReplanDecision:
-    """Return what to do now that the topology has changed: take a new plan, or keep the old one as far as possible.
-
-    Each option is scored by the samples that it computes until the next expected failure.
+    """Return what a job would do now that the topology has changed, by the policy that the leader of a job asks.
 
     Args:
         plan: the plan that ran.
         topology: the hosts available now, as `without`, `slowed` and `with_hosts` return it.
-        next_failure_s: expected time to the next failure; None: as `estimate_next_failure_s`.
-        search_s: time of a search that training has to wait for; 0 where the search was done ahead.
+        next_failure_s: expected time to the next failure; None: that of a job which has seen none yet.
         compile_s: time of compiling a program that no cache has.
-        is_compiled: whether a cache has the program of a plan; the program of the plan before is always cached.
-        min_replicas: least number of replicas of the state under every option; as in `search_plan`.
+        is_compiled: whether a cache has the program of a plan; None: a job has compiled ahead what it foresees.
+        min_replicas: least number of replicas of the state; as in `search_plan`.
+        has_spare: whether a host spares.
+        devices_after_loss: what a host does with the devices that are left; see `JobConfig`.
 
     Raises:
-        NoFeasiblePlan: no plan fits in memory with as many replicas; the message says what would suffice.
+        PlanError: no plan fits what is left, with as many replicas; the message says what would suffice.
 
     Example:
         >>> after = replan(plan, topology.without("host-07").slowed("host-11", 0.6))  # doctest: +SKIP
         >>> print(after.reason, after.step_time_s, after.bytes_moved)  # doctest: +SKIP
     """
-    horizon = estimate_next_failure_s(topology) if next_failure_s is None else next_failure_s
-    if not (math.isfinite(horizon) and horizon > 0 and search_s >= 0 and compile_s >= 0):
+    if not ((next_failure_s is None or 0 < next_failure_s < math.inf) and compile_s >= 0):
         raise PlanError(
-            f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a finite "
-            "time > 0 and times >= 0"
+            f"replan: found next_failure_s {next_failure_s}, compile_s {compile_s}, expected a finite time > 0 and a "
+            "time >= 0"
         )
-    new = search_again(plan, topology, PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas))
-    options = [
-        make_option(
-            plan,
-            new,
-            horizon,
-            search_s,
-            0.0 if is_same_program(plan, new) or is_compiled(new) else compile_s,
+    clusters = [
+        [host.devices + len(host.lost_devices) for host in cluster.hosts]
+        for cluster in (plan.request.topology, topology)
+    ]
+    most = max(map(max, clusters))
+    job = _Job(
+        search=NextPlanSearch(min_replicas=min_replicas, compile_s=compile_s, is_compiled=is_compiled),
+        before_s=plan.step_time_s,
+        most=most,
+        places=max(map(sum, clusters)) / most,
+        next_failure_s=next_failure_s,
+        after_loss=devices_after_loss,
+    )
+    return ReplanDecision(before=plan, steps=tuple(job.decide(plan, topology, has_spare=has_spare)))
+
+
+class _Present(NamedTuple):
+    """What runs between two changes.
+
+    Attributes:
+        plan: the plan that runs; of unequal teams the last one of equal replicas.
+        running: what follows if nothing is changed.
+        topology: the hosts that train.
+    """
+
+    plan: Plan
+    running: NextPlan
+    topology: Topology
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the hosts are stages."""
+        return self.plan.layout.axes.pipeline > 1
+
+    def on(self, hosts: Iterable[Host]) -> Topology:
+        """Return the topology with these hosts."""
+        return dataclasses.replace(self.topology, hosts=tuple(hosts))
+
+    def follow(self, chosen: NextPlan, hosts: Iterable[Host]) -> "_Present":
+        """Return what runs after a choice."""
+        plan = chosen.plan if isinstance(chosen.plan, Plan) else self.plan
+        return _Present(plan, NextPlan(plan=chosen.plan, step_time_s=chosen.step_time_s), self.on(hosts))
+
+    def compute_speed(self, plan: NextPlan | None) -> float:
+        """Return the speed with another plan as a part of the present one; 0: there is none."""
+        return self.running.step_time_s / plan.step_time_s if plan is not None else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """The job whose cluster changes: how it searches plans, and how its leader counts and prices.
+
+    Attributes:
+        before_s: seconds of a step before all changes.
+        most: devices of the largest host.
+        places: hosts that the job has at most, counted by their devices.
+    """
+
+    search: NextPlanSearch
+    before_s: float
+    most: int
+    places: float
+    next_failure_s: float | None
+    after_loss: DevicesAfterLoss
+
+    def decide(self, plan: Plan, topology: Topology, *, has_spare: bool) -> Iterator[ReplanStep]:
+        """Yield the decisions about all changes from the topology of a plan to another one."""
+        was = {host.name: host for host in plan.request.topology.hosts}
+        given = {host.name: host for host in topology.hosts}
+        broken = [
+            name for name in was if name in given and was[name].lost_devices != given[name].lost_devices
+        ]
+        now = self._select_devices(given, broken)
+        lost = [name for name in was if name in broken or name not in now]
+        back = [now[name] for name in lost if name in now]
+        present = _Present(plan, NextPlan(plan=plan, step_time_s=plan.step_time_s), plan.request.topology)
+        if len(lost) == len(was) and not has_spare:
+            yield self._decide_restart(present, present.on(now.values()), _describe_loss(lost, back))
+            return
+        seated, is_kept = lost[: int(has_spare)], False
+        if lost:
+            step, present = self._decide_loss(present, lost, seated, back)
+            is_kept = step.choice.action is RecoveryAction.KEEP_STAGES
+            yield step
+        joins = [
+            ([host], f"when {host.name} is back with {host.devices} device{'s'[: host.devices != 1]}")
+            for host in back
+            if host.name not in seated
+        ]
+        for hosts, when in joins:
+            present, steps = self._decide_join(present, hosts, when, has_stage=is_kept)
+            yield from steps
+        changed = [now[name] for name in was if name not in lost and _differ(was[name], now[name])]
+        for host in sorted(changed, key=lambda host: host.speed):
+            step, present = self._decide_slow(present, host, has_spare=has_spare and not seated)
+            yield step
+        if new := [host for name, host in now.items() if name not in was]:
+            when = f"when {_join([host.name for host in new])} can join"
+            yield from self._decide_join(present, new, when, has_stage=False)[1]
+
+    def _select_devices(
+        self, hosts: Mapping[HostName, Host], broken: Collection[HostName]
+    ) -> dict[HostName, Host]:
+        """Return the hosts with the devices that they use after some were lost, without those that use none."""
+        found = dict(hosts)
+        for name in broken:
+            host = found.pop(name)
+            used = select_devices(host.devices + len(host.lost_devices), host.lost_devices, self.after_loss)
+            if used:
+                found[name] = _restrict(host, used)
+        if not found:
+            raise PlanError(f"{_join(list(broken))} is the only host, and goes on without no device")
+        return found
+
+    def _count(self, hosts: Iterable[Host]) -> float:
+        """Return what hosts count, as the leader counts: as parts of the largest one."""
+        return sum(host.devices for host in hosts) / self.most
+
+    def _price(self, hosts: Iterable[Host], joining: Iterable[Host] = ()) -> Prices:
+        prices = price_job(JobHistory(), {host.name for host in hosts}, [host.name for host in joining])
+        if self.next_failure_s is None:
+            return prices
+        losses = prices.joiner_losses * self.next_failure_s / prices.next_failure_s
+        return dataclasses.replace(prices, next_failure_s=self.next_failure_s, joiner_losses=losses)
+
+    def _make_step(
+        self,
+        when: str,
+        choice: RecoveryChoice,
+        plans: Mapping[RecoveryAction, NextPlan | None],
+        found: NextPlans | None = None,
+        bytes_lost: float = 0.0,
+    ) -> ReplanStep:
+        possible = {option.action for option in choice.options if not option.why_not}
+        return ReplanStep(
+            when=when,
+            choice=choice,
+            before_s=self.before_s,
+            plans={one: plan for one, plan in plans.items() if one in possible and plan is not None},
+            unequal=found.unequal if found is not None else None,
+            bytes_lost=bytes_lost,
         )
-    ]
-    if not is_same_program(plan, new) and (kept := try_keep(plan, topology, min_replicas)) is not None:
-        options.append(make_option(plan, kept, horizon, 0.0, 0.0))
-    # Whole hosts of other speeds get other quotas and layers in equal replicas, too.
-    devices = {(host.devices, host.device_speeds) for host in topology.hosts}
-    is_uneven = new.devices_spare > 0 or len(devices) > 1
-    if is_uneven and (unequal := try_unequal(plan, topology, horizon, search_s, compile_s, min_replicas)):
-        options.append(unequal)
-    if (stayed := try_stay(plan, topology, horizon, min_replicas)) is not None:
-        options.append(stayed)
-    if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
-        options.append(rerouted)
-    options.sort(key=lambda option: (-option.score, option.step_time_s))
-    return ReplanDecision(
-        before=plan,
-        chosen=options[0],
-        others=tuple(options[1:]),
-        next_failure_s=horizon,
-        reason=_explain(plan, options, horizon),
+
+    def _decide_restart(self, present: _Present, topology: Topology, when: str) -> ReplanStep:
+        """Return the decision where all workers have ended, and start again with what is left."""
+        found = self.search.search(present.plan, topology, is_foreseen=False)
+        loss = Loss(
+            places=self.places,
+            ready=self._count(topology.hosts),
+            num_lost=0,
+            new_world_because=ALONE,
+            needs_restore=True,
+        )
+        choice = choose(loss, _add_moves(self._price(topology.hosts), found))
+        return self._make_step(when, choice, {RecoveryAction.RESTORE: found.best}, found)
+
+    def _decide_loss(
+        self,
+        present: _Present,
+        lost: Sequence[HostName],
+        seated: Collection[HostName],
+        back: Sequence[Host],
+    ) -> tuple[ReplanStep, _Present]:
+        """Return the decision of those that are left after a loss.
+
+        Args:
+            seated: the lost hosts in whose places spares are. A spare is like the host whose place it takes.
+            back: what lost hosts have left when their workers have started again.
+        """
+        plan, hosts = present.plan, present.topology.hosts
+        left = [host for host in hosts if host.name not in lost or host.name in seated]
+        found: NextPlans | None = None
+        if len(left) < len(hosts):
+            is_foreseen = len(hosts) - len(left) <= COMPILED_AHEAD_HOSTS
+            found = self.search.search(plan, present.on(left), is_foreseen=is_foreseen)
+        kept_s = 0.0 if seated else price_kept_stages_s(plan, present.topology, set(lost))
+        keep_stages = NextPlan(plan=plan, step_time_s=kept_s) if kept_s else None
+        bytes_lost = count_lost_bytes(plan, lost)
+        return_s = PRIOR_S[TimedChange.RETURN]
+        loss = Loss(
+            places=self.places,
+            ready=self._count(left),
+            num_seated=self._count(host for host in hosts if host.name in seated),
+            num_lost=self._count(host for host in hosts if host.name in lost),
+            awaited=tuple(ExpectedReturn(return_s, self._count([host])) for host in back),
+            needs_restore=bytes_lost > 0,
+            stage_return_s=return_s if len(lost) == len(back) == 1 else None,
+        )
+        if found is not None and not seated and present.is_pipeline:
+            stage = StageLoss(
+                hosts=tuple(lost),
+                kept=present.compute_speed(keep_stages),
+                cut=present.compute_speed(found.best),
+                move_s=found.best.transition_s,
+            )
+            loss = dataclasses.replace(loss, stage=stage)
+        elif found is not None and not seated:
+            is_new = not is_same_program(plan, found.best.plan)
+            loss = dataclasses.replace(loss, plan=_describe_axes(present, found), has_new_axes=is_new)
+        choice = choose(loss, _add_moves(self._price([*left, *back]), found))
+        plans = {
+            **dict.fromkeys(CHANGE_OF, found.best if found is not None else present.running),
+            RecoveryAction.KEEP_AXES: found.kept if found is not None else None,
+            RecoveryAction.KEEP_STAGES: keep_stages,
+            RecoveryAction.WAIT: present.running,
+        }
+        step = self._make_step(_describe_loss(lost, back), choice, plans, found, bytes_lost)
+        return step, present.follow(step.chosen, left)
+
+    def _decide_join(
+        self, present: _Present, hosts: Sequence[Host], when: str, *, has_stage: bool
+    ) -> tuple[_Present, tuple[ReplanStep, ...]]:
+        """Return the decision about hosts that are ready to join; there is none where no plan has places for them."""
+        training = present.topology.hosts
+        together = [*training, *hosts]
+        # A host with fewer devices than the topology gives it is like no other: axes with it are not foreseen.
+        is_complete = not any(host.lost_devices for host in hosts)
+        is_foreseen = is_complete and len(hosts) == 1
+        try:
+            found = self.search.search(present.plan, present.on(together), is_foreseen=is_foreseen)
+        except PlanError:
+            return present, ()
+        admission = Admission(
+            places=self.places,
+            training=self._count(training),
+            joining=self._count(hosts),
+            is_last_copy=len(training) == 1,
+            has_stage=has_stage,
+            plan=_describe_axes(present, found) if is_complete and not present.is_pipeline else None,
+            has_new_axes=not is_same_program(present.plan, found.best.plan),
+        )
+        choice = choose(admission, self._price(together, hosts))
+        plans = {
+            RecoveryAction.JOIN: found.best,
+            RecoveryAction.KEEP_AXES: found.kept,
+            RecoveryAction.POSTPONE: present.running,
+        }
+        step = self._make_step(when, choice, plans, found)
+        if choice.action is RecoveryAction.POSTPONE:
+            return present, (step,)
+        return present.follow(step.chosen, together), (step,)
+
+    def _decide_slow(self, present: _Present, host: Host, *, has_spare: bool) -> tuple[ReplanStep, _Present]:
+        """Return the decision about a host whose speed has changed."""
+        hosts, old = present.topology.hosts, present.topology.host(host.name)
+        others = [one for one in hosts if one.name != host.name]
+        part = min(host.speed / old.speed, host.link_speed / old.link_speed)
+        slow = _list_slow_devices(host)
+        fewer = self._leave_out(host, slow) if slow and not present.is_pipeline else None
+        plans = self._list_slow_plans(present, host, fewer, part)
+        speeds = {action: present.compute_speed(one) for action, one in plans.items()}
+        slowdown = Slowdown(
+            generation=GenerationNumber(0),
+            host=host.name if part < 1 else HostName(""),
+            kept=speeds[RecoveryAction.KEEP],
+            replaced=speeds[RecoveryAction.REPLACE],
+            without=speeds[RecoveryAction.TAKE_OUT],
+            redivided=speeds[RecoveryAction.REDIVIDE],
+            devices=slow,
+            fewer_devices=speeds[RecoveryAction.FEWER_DEVICES],
+            why_all_devices=_explain_all_devices(host, slow, is_pipeline=present.is_pipeline),
+        )
+        training = SlowTraining(
+            places=self.places,
+            training=self._count(hosts),
+            slowdown=slowdown,
+            has_spare=has_spare,
+            refusal_fewer_devices="" if others else "the next loss may be that of the state",
+        )
+        choice = choose(training, self._price(hosts))
+        what = f"{name_devices(slow)} of {host.name}" if slow else host.name
+        step = self._make_step(f"with {what} at {part:.3g} of its speed", choice, plans)
+        after = {
+            RecoveryAction.REPLACE: hosts,
+            RecoveryAction.TAKE_OUT: others,
+            RecoveryAction.FEWER_DEVICES: [*others, fewer or host],
+        }
+        return step, present.follow(step.chosen, after.get(choice.action, [*others, host]))
+
+    def _leave_out(self, host: Host, slow: Collection[int]) -> Host | None:
+        """Return a host without slow devices, as its agent selects the others; None: it cannot do without."""
+        # Of all that it ever had: those that stand by take the place of slow ones.
+        lost = (*host.lost_devices, *slow)
+        used = select_devices(host.devices + len(host.lost_devices), lost, self.after_loss)
+        return _restrict(host, used) if used else None
+
+    def _list_slow_plans(
+        self, present: _Present, host: Host, fewer: Host | None, part: float
+    ) -> dict[RecoveryAction, NextPlan | None]:
+        """Return the plan after each action on a host that has a part of its speed; None: there is none."""
+        plan, others = present.plan, [one for one in present.topology.hosts if one.name != host.name]
+        same = self.search.try_same_axes(plan, present.on([*others, host]))
+
+        def search_on(hosts: Sequence[Host]) -> NextPlan | None:
+            return self.search.try_search(plan, present.on(hosts)) if hosts and part < 1 else None
+
+        # All hosts wait for the slowest, at most: what a step takes besides computing does not become slower.
+        kept_s = present.running.step_time_s / min(part, 1.0)
+        kept = NextPlan(plan=present.running.plan, step_time_s=kept_s)
+        if same is not None and is_same_program(plan, same) and same.step_time_s < kept_s:
+            kept = NextPlan(plan=same, step_time_s=same.step_time_s)
+        redivided: NextPlan | None = None
+        if same is not None and present.is_pipeline:
+            redivided = self.search.price(plan, same, is_foreseen=True)
+        return {
+            RecoveryAction.KEEP: kept,
+            RecoveryAction.REPLACE: present.running if part < 1 else None,
+            RecoveryAction.TAKE_OUT: search_on(others),
+            RecoveryAction.FEWER_DEVICES: search_on([*others, fewer] if fewer is not None else []),
+            RecoveryAction.REDIVIDE: redivided,
+        }
+
+
+def _add_moves(prices: Prices, found: NextPlans | None) -> Prices:
+    """Return prices with the state that moves, which the programs of new axes have in theirs already."""
+    if found is None:
+        return prices
+    seconds = dict(prices.seconds)
+    seconds[TimedChange.SHRINK] += found.kept.migration_s if found.kept is not None else 0.0
+    for change in (TimedChange.RESTORE, TimedChange.REFORM, TimedChange.REFORM_COLD):
+        seconds[change] += found.best.transition_s
+    return dataclasses.replace(prices, seconds=seconds)
+
+
+def _describe_axes(present: _Present, found: NextPlans) -> PlanChange:
+    """Return what a change makes of planned axes."""
+    return PlanChange(
+        groups=(),
+        kept=present.compute_speed(found.kept),
+        best=present.compute_speed(found.best),
+        best_axes=(),
+        prepare_s=found.best.transition_s,
     )
 
 
-def search_again(plan: Plan, topology: Topology, constraints: PlanConstraints) -> Plan:
-    """Return the fastest plan for what another plan computes, on a topology that has changed.
-
-    Raises:
-        PlanError: there is none under these constraints, or none that fits in memory.
-    """
-    request = plan.request
-    return search_plans(
-        request.program_cost,
-        topology,
-        global_batch=request.global_batch,
-        calibration=request.calibration,
-        constraints=constraints,
-        number_format=request.number_format,
-        pipeline_repeats=request.pipeline_repeats,
-    )[0]
+def _restrict(host: Host, used: Collection[int]) -> Host:
+    """Return a host that uses only these devices."""
+    for device in host.living_devices:
+        if device not in used:
+            host = host.without_device(device)
+    return host
 
 
-def is_same_program(plan: Plan, other: Plan) -> bool:
-    """Return whether both plans run the same program on each replica: its axes, its microbatch, its layers."""
-    splits = {replica_class.layers for replica_class in plan.replica_classes}
-    return (plan.layout.axes, plan.microbatch) == (other.layout.axes, other.microbatch) and all(
-        replica_class.layers in splits for replica_class in other.replica_classes
-    )
+def _differ(old: Host, new: Host) -> bool:
+    return (old.speed, old.device_speeds, old.link_speed) != (new.speed, new.device_speeds, new.link_speed)
 
 
-def try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
-    """Return the fastest plan with the program of another one, with other replicas or quotas; None: there is none."""
-    replica_axes = plan.layout.axes
-    axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in replica_axes._fields}
-    try:
-        kept = search_again(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
-    except (NoFeasiblePlan, PlanError):
-        return None
-    return kept if is_same_program(plan, kept) else None
+def _list_slow_devices(host: Host) -> tuple[int, ...]:
+    """Return the devices that are slower than the host's other ones."""
+    speeds = dict(zip(host.living_devices, host.device_speeds, strict=False))
+    return tuple(device for device, speed in speeds.items() if speed < max(speeds.values()))
 
 
-def make_option(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
-    """Return the option to go on with a plan of equal replicas."""
-    # move = bytes / (bandwidth devices) + latency, in s: the bytes of the host that sends or receives the most, over
-    # the outermost links of all its devices at once. T = search + compile + move.
-    migration = plan_migration(before, plan)
-    migration_s = _estimate_migration_s(before, migration)
-    return ReplanOption(
-        action=ReplanAction.KEEP if is_same_program(before, plan) else ReplanAction.NEW,
-        plan=plan,
-        step_time_s=plan.step_time_s,
-        search_s=search_s,
-        compile_s=compile_s,
-        migration_s=migration_s,
-        migration=migration,
-        score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + migration_s, horizon),
-    )
+def _explain_all_devices(host: Host, slow: Collection[int], *, is_pipeline: bool) -> str:
+    """Return why a slow host keeps all of its devices, if it does."""
+    if not slow:
+        return "no device of it is slower than its other ones" if host.devices > 1 else "it has one device"
+    if is_pipeline:
+        return "what a stage of a pipeline would do with fewer devices is not estimated"
+    return "it cannot do without a device"
 
 
-def _estimate_migration_s(before: Plan, migration: StateMigration) -> float:
-    request = before.request
-    links = find_device_links(
-        request.topology, request.calibration.link_efficiency, request.calibration.latency_factor
-    )
-    bandwidth = links[-1].bytes_per_s * request.pool.devices_per_host
-    return migration.count_max_host_bytes() / bandwidth + (
-        links[-1].latency_s if migration.transfers else 0.0
-    )
+def _describe_loss(lost: Sequence[HostName], back: Iterable[Host]) -> str:
+    """Return what was lost, such as "when host-3 is lost and host-4 has lost devices"."""
+    broken = [host.name for host in back]
+    gone = [name for name in lost if name not in broken]
+    texts = [f"{_join(gone)} {'is' if len(gone) == 1 else 'are'} lost"] if gone else []
+    texts += [f"{_join(broken)} {'has' if len(broken) == 1 else 'have'} lost devices"] if broken else []
+    return f"when {' and '.join(texts)}"
 
 
-def try_unequal(
-    before: Plan, topology: Topology, horizon: float, search_s: float, compile_s: float, min_replicas: int
-) -> ReplanOption | None:
-    """Return the option of unequal teams, none of whose programs a cache has; None: there is none."""
-    request = before.request
-    plan = search_unequal_plan(
-        request.program_cost,
-        topology,
-        global_batch=request.global_batch,
-        calibration=request.calibration,
-        number_format=request.number_format,
-        min_replicas=min_replicas,
-    )
-    if plan is None:
-        return None
-    migration = plan_team_migration(before, [team.plan for team in plan.teams])
-    migration_s = _estimate_migration_s(before, migration)
-    return ReplanOption(
-        action=ReplanAction.UNEQUAL,
-        plan=plan,
-        step_time_s=plan.step_time_s,
-        search_s=search_s,
-        compile_s=compile_s,
-        migration_s=migration_s,
-        migration=migration,
-        score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + migration_s, horizon),
-    )
-
-
-def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
-    """Return the option of rerouting; only for a pipeline that lost hosts and is otherwise unchanged.
-
-    Peers of the lost stages do their work. The state then has as many copies as the stage that lost most.
-    """
-    if plan.layout.axes.pipeline == 1 or plan.replicas == 1:
-        return None
-    replica_class, *others = plan.replica_classes
-    now = {host.name: host for host in topology.hosts}
-    was = plan.request.topology
-    if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
-        return None
-    lost = _find_lost_stages(plan, set(now))
-    if not lost:
-        return None
-    stages = plan.layout.axes.pipeline
-    if plan.replicas - max(collections.Counter(stage for _, stage in lost).values()) < min_replicas:
-        return None
-    # step = before + rerouted - undisturbed, in s, both simulated: all-reduce and update stay.
-    price = functools.partial(
-        price_rerouted_s,
-        stages,
-        plan.quotas,
-        stage_s=replica_class.stage_s,
-        transfer_s=replica_class.transfer_s,
-        weight_share=find_weight_share(is_remat=plan.microbatch.remat),
-    )
-    rerouted, undisturbed = price(lost=lost), price(lost=())
-    if rerouted is None or undisturbed is None:
-        return None
-    step = plan.step_time_s + rerouted - undisturbed
-    return _make_immediate_option(ReplanAction.REROUTE, plan, step, horizon)
-
-
-def _make_immediate_option(
-    action: ReplanAction, plan: Plan, step_time_s: float, horizon: float
-) -> ReplanOption:
-    """Return an option that keeps the plan before: nothing is searched, compiled or moved."""
-    return ReplanOption(
-        action=action,
-        plan=plan,
-        step_time_s=step_time_s,
-        search_s=0.0,
-        compile_s=0.0,
-        migration_s=0.0,
-        migration=StateMigration(transfers=(), is_exact=True),
-        score=compute_score(plan.global_batch, step_time_s, 0.0, horizon),
-    )
-
-
-def try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
-    """Return the option of changing nothing, if all hosts are there and some are slower now.
-
-    All hosts wait for the slowest, at most: what a step takes besides computing does not become slower.
-    """
-    was = plan.request.topology
-    if plan.replicas < min_replicas or _list_hosts_without_speeds(was) != _list_hosts_without_speeds(
-        topology
-    ):
-        return None
-    # step = before / min_h (speed_h now / speed_h before), an upper bound in s. If no host is slower, the search
-    # finds the same plan again, or a better one.
-    slowest = min(host.speed / old.speed for host, old in zip(topology.hosts, was.hosts, strict=True))
-    if slowest >= 1:
-        return None
-    return _make_immediate_option(ReplanAction.KEEP, plan, plan.step_time_s / slowest, horizon)
-
-
-def _list_hosts_without_speeds(topology: Topology) -> tuple[object, ...]:
-    hosts = tuple((host.name, host.accelerator, host.devices, host.domains) for host in topology.hosts)
-    return topology.levels, hosts
-
-
-def _find_lost_stages(plan: Plan, alive: set[str]) -> frozenset[LostStage]:
-    """Return the stages of replicas that lost a host."""
-    request, layout = plan.request, plan.layout
-    hosts = request.topology.hosts
-    lost: set[LostStage] = set()
-    placed = place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks)
-    for index, cells in enumerate(placed):
-        # With s stages per host, stage i of P is on c s / P of a replica's c slots, from the (i // s)-th such group on.
-        # One missing host makes the stage fail in all replicas that share the slot.
-        each = len(cells) * layout.stages_per_host // layout.axes.pipeline
-        sharing = range(index * layout.replicas_per_slot, (index + 1) * layout.replicas_per_slot)
-        for stage in range(layout.axes.pipeline):
-            start = stage // layout.stages_per_host * each
-            if any(hosts[place].name not in alive for place in cells[start : start + each]):
-                lost.update((replica, stage) for replica in sharing)
-    return frozenset(lost)
-
-
-def _compute_loss(option: ReplanOption, best: ReplanOption) -> float:
-    # 1 - score / best score: the fraction of samples that an option computes less.
-    return 1 - option.score / best.score if best.score else 0.0
-
-
-def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
-    best = options[0]
-    stays = best.plan is before
-    said = {
-        ReplanAction.NEW: f"A new plan, {best.plan.shape}",
-        ReplanAction.KEEP: f"The plan before, {best.plan.shape}"
-        + (", unchanged; all wait for the slowest" if stays else " now"),
-        ReplanAction.UNEQUAL: f"Unequal teams, {best.plan.shape}",
-        ReplanAction.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost hosts would have",
-    }[best.action]
-    sentences = [
-        f"{said}: {best.step_time_s:.3g} s a step after {best.transition_s:.3g} s (search {best.search_s:.3g} s, "
-        f"compile {best.compile_s:.3g} s, move {best.migration.bytes_moved / 1e9:.3g} GB in {best.migration_s:.3g} s).",
-        *(
-            f"Not {option.action} ({option.plan.shape}): {option.step_time_s:.3g} s a step after "
-            f"{option.transition_s:.3g} s, {_compute_loss(option, best):.1%} fewer samples in the "
-            f"{horizon / HOUR_S:.3g} h to the next failure."
-            for option in options[1:]
-        ),
-        ""
-        if any(option.action is ReplanAction.KEEP for option in options)
-        else f"{before.shape} does not fit the hosts that are left.",
-        "Of unequal teams jobs run those of whole hosts." if best.action is ReplanAction.UNEQUAL else "",
-        "" if stays else explain_change(best.plan, before),
-        f"{best.migration.bytes_lost / 1e9:.3g} GB are on no host that is left: they come from parity or a checkpoint."
-        if best.migration.bytes_lost
-        else "",
-        ""
-        if best.migration.is_exact
-        else "The assignment of hosts was found greedily: another one might move fewer bytes.",
-    ]
-    return " ".join(sentence for sentence in sentences if sentence)
+def _join(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES])
+    return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown

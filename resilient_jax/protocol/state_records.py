@@ -1,11 +1,14 @@
 """Where the state of a job is: on a member, in parts on all of them, or lost from all memory."""
 
 from collections.abc import Collection, Iterable
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
+
+COPY_TIMEOUT_S: Final = 60.0
+"""How long blocks of a pipeline are copied, at most, before a planned change in which all members stay."""
 
 
 class StateSource(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ is faster. With "even" and a power of two of devices these are powers of two, to
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss, select_devices
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss, select_devices
 
 
 class DeviceChoice(NamedTuple):

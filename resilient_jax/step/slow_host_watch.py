@@ -16,10 +16,10 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs, pair_hosts
 from resilient_jax.host_exchange import FLOAT_BYTES, MAX_INTEGER_BYTES, HostExchange
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec

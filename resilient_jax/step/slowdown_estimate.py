@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline_schedule.makespan import share_tasks
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.device_choice import choose_devices_to_leave_out, explain_all_devices

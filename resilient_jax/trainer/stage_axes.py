@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.errors import CallerError
 from resilient_jax.health.finding import Finding
 from resilient_jax.ids import HostName
@@ -20,6 +19,7 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.candidate_table import find_divisors
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import partition_tensor
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.program_analysis.abstract_program import make_abstract_program
 from resilient_jax.sharding.layer_stacks import LayerPosition
 from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, name_dims

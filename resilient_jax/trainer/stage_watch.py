@@ -12,7 +12,6 @@ from typing import Final
 
 import jax
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import Finding
@@ -35,6 +34,7 @@ from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser
 from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook

@@ -17,7 +17,6 @@ from typing import Final
 import msgspec
 
 from resilient_jax.clock import Clock
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.events import EventKind
 from resilient_jax.health.confirmation import (
     compare_devices,
@@ -31,6 +30,7 @@ from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.health.link_comparison import Pairs, keep_fastest, list_pair_seconds
 from resilient_jax.health.monitor import FindingChange, FindingClosed, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import StepTiming
 from resilient_jax.step.assignment import AccumulationSpec

@@ -29,7 +29,7 @@ from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
-from resilient_jax.membership.failure_forecast import estimate_rate
+from resilient_jax.policy.failure_forecast import estimate_rate
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import StepCommitted, TakeSeat
 from resilient_jax.step.reducer import Reducer

@@ -14,7 +14,7 @@ ROOT_NAME = "resilient_jax"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "ids", "clock", "events", "notices", "threads"}),
     frozenset({"argument_checks", "config", "topology", "erasure", "protocol", "pipeline_schedule"}),
-    frozenset({"telemetry", "transport", "erasure.kernels"}),
+    frozenset({"telemetry", "transport", "erasure.kernels", "policy"}),
     frozenset({"store", "planning", "health", "host_exchange"}),
     frozenset({"snapshot"}),
     frozenset({"membership", "data", "jax_runtime"}),
@@ -82,7 +82,7 @@ MACHINES = frozenset(
         "resilient_jax.membership.job_history",
         "resilient_jax.membership.planned_change",
         "resilient_jax.membership.recovery_decision",
-        "resilient_jax.membership.recovery_policy",
+        "resilient_jax.policy.choice",
         "resilient_jax.membership.severities",
         "resilient_jax.membership.slowness",
         "resilient_jax.membership.tally",

@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.failure_forecast import add_return, count_losses, expect_return_s
 from resilient_jax.membership.job_history import MAX_RECENT
-from resilient_jax.membership.next_members import COPY_TIMEOUT_S
-from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, price_job
-from resilient_jax.membership.recovery_policy import Choice, choose_admission, choose_after_loss
-from resilient_jax.membership.return_groups import PATIENCE, ExpectedReturn
-from resilient_jax.planning.recovery_score import PRIOR_EXPOSURE_S, PRIOR_FAILURES_PER_HOST
+from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.failure_forecast import add_return, count_losses, expect_return_s
+from resilient_jax.policy.prices import PRIOR_S, price_job
+from resilient_jax.policy.return_groups import PATIENCE, ExpectedReturn
+from resilient_jax.policy.score import PRIOR_EXPOSURE_S, PRIOR_FAILURES_PER_HOST
+from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.recovery_records import (
     JobHistory,
     LossCause,
@@ -29,7 +29,7 @@ from resilient_jax.protocol.recovery_records import (
     RecoveryAction,
     TimedChange,
 )
-from resilient_jax.protocol.state_records import StageLoss
+from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, StageLoss
 
 PLACES: Final = (2, 4, 8, 64, 512, 4096)
 NO_SERVICE: Final = "the coordination service of their world has ended"
@@ -272,7 +272,7 @@ def _play_loss(chance: random.Random) -> _Played:
         stage_return_s=awaited[0][0].return_s if awaited and stage is not None and lost == 1 else None,
     )
     names = {_name(number) for number in range(lost - len(awaited), places)}
-    choice = choose_after_loss(loss, price_job(job.history, names))
+    choice = choose(loss, price_job(job.history, names))
     usual = RecoveryAction.SHRINK if loss.is_in_place else RecoveryAction.REFORM
     outcome = dataclasses.replace(
         job.outcome, returns=tuple(returned for _, returned in awaited), stage=stage
@@ -303,7 +303,7 @@ def _play_admission(chance: random.Random) -> _Played:
     )
     names = {_name(number) for number in range(joining)}
     hosts = {*names, *(_name(number) for number in range(away, places))}
-    choice = choose_admission(admission, price_job(job.history, hosts, names))
+    choice = choose(admission, price_job(job.history, hosts, names))
     outcome = dataclasses.replace(job.outcome, returns=tuple(returned for _, returned in awaited))
     return _compare(
         choice,
@@ -316,7 +316,7 @@ def _play_admission(chance: random.Random) -> _Played:
 
 
 def _compare(
-    choice: Choice,
+    choice: RecoveryChoice,
     play: Callable[[RecoveryAction, Outcome], float],
     outcome: Outcome,
     at_once: RecoveryAction,

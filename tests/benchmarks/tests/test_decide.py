@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.recovery_options import Admission, Loss
-from resilient_jax.membership.return_groups import ExpectedReturn
+from resilient_jax.policy.return_groups import ExpectedReturn
+from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.state_records import StageLoss
 from tests.benchmarks import command_line

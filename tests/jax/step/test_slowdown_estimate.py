@@ -6,13 +6,13 @@ import random
 import msgspec
 import pytest
 
-from resilient_jax.cluster.device_selection import DevicesAfterLoss
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline_slowdown
 from resilient_jax.pipeline.step_division import TaskSeconds
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import cut_by_speed, make_teams
+from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.device_choice import DeviceChoice

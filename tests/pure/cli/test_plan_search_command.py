@@ -78,10 +78,9 @@ def test_json_has_plans_terms_and_moves_that_sum_to_their_totals(run):
     assert sum(best["step_s"].values()) == pytest.approx(best["step_time_s"])
     assert sum(best["memory_by_term_bytes"].values()) == pytest.approx(best["memory_bytes"])
     assert best["memory_bytes"] <= best["usable_bytes"]
-    option = found["change"]["options"][0]
-    assert sum(move["bytes_moved"] for move in found["change"]["moves"]) == pytest.approx(
-        option["bytes_moved"]
-    )
+    first = found["change"]["steps"][0]["options"][0]["plan"]
+    assert first["bytes_moved"] > 0
+    assert sum(move["bytes_moved"] for move in first["moves"]) == pytest.approx(first["bytes_moved"])
 
 
 DECIDED = (
@@ -116,7 +115,7 @@ def test_each_possible_loss_has_its_options_as_json_the_choice_first(run):
     assert [loss["kind"] for loss in losses] == ["a device", "a host", "two hosts", "a rack"]
     assert [loss["num_alike"] for loss in losses] == [64, 8, 28, 2]
     for loss in losses:
-        options = loss["changes"][0]["options"]
+        options = loss["steps"][0]["options"]
         assert {option["action"] for option in options} > {
             "shrink",
             "keep_axes",
@@ -126,7 +125,7 @@ def test_each_possible_loss_has_its_options_as_json_the_choice_first(run):
         }
         assert next(option["action"] for option in options if not option["why_not"]) == "shrink"
         assert all(option["why_not"] or option["speed"] > 0 for option in options)
-    speeds = [loss["changes"][-1]["options"][0]["speed"] for loss in losses]
+    speeds = [loss["steps"][-1]["options"][0]["speed"] for loss in losses]
     assert speeds == sorted(speeds, reverse=True), "the more is lost, the less is kept"
 
 
@@ -134,7 +133,7 @@ def test_a_loss_after_which_no_plan_fits_has_the_reason(run):
     code, shown, _ = run(*DECIDED, "--min-replicas", "32", "--json")
     losses = {loss["kind"]: loss for loss in json.loads(shown)["losses"]}
     assert code == ExitCode.DONE
-    assert losses["a rack"]["changes"] == []
+    assert losses["a rack"]["steps"] == []
     assert "found no plan for the 32 devices" in losses["a rack"]["why_stop"]
     _, table, _ = run(*DECIDED, "--min-replicas", "32")
     assert "stop" in table
@@ -152,28 +151,30 @@ def test_each_slow_host_has_its_options_as_json_the_choice_first(run):
     code, shown, _ = run(*DECIDED, "--json")
     found = json.loads(shown)["slow"]
     assert code == ExitCode.DONE
-    assert [(one["slow"], one["speed"]) for one in found] == [
+    assert [(*one["names"], one["speed"]) for one in found] == [
         (name, speed) for name in ("host-7", "host-7/7") for speed in (0.8, 0.5, 0.25)
     ]
     assert [one["num_alike"] for one in found] == [8] * 3 + [64] * 3
     for one in found:
-        options = {option["action"]: option for option in one["options"]}
+        options = {option["action"]: option for option in one["steps"][0]["options"]}
         assert set(options) == {"keep", "replace", "take_out", "fewer_devices", "redivide"}
         kept = options["keep"]["speed"]
         assert one["speed"] - 0.01 <= kept < 1, "all wait for the slowest, at most"
         assert options["replace"]["why_not"] == "no spare is ready"
-    first = [one["options"][0]["action"] for one in found]
+    first = [one["steps"][0]["options"][0]["action"] for one in found]
     assert first[0] == first[3] == "keep"
     assert first[5] == "fewer_devices"
-    assert found[2]["options"][0]["action"] == "take_out", "no device of it is slower than the others"
+    assert found[2]["steps"][0]["options"][0]["action"] == "take_out", (
+        "no device of it is slower than the others"
+    )
 
 
 def test_a_spare_and_what_is_left_of_a_host_count_for_what_is_done_about_a_slow_one(run):
     _, shown, _ = run(*DECIDED, "--json", "--spare")
-    assert [one["options"][0]["action"] for one in json.loads(shown)["slow"]] == ["replace"] * 6
+    assert [one["steps"][0]["options"][0]["action"] for one in json.loads(shown)["slow"]] == ["replace"] * 6
     _, shown, _ = run(*DECIDED, "--json", "--devices-after-loss", "host")
     slowest = json.loads(shown)["slow"][5]
-    options = {option["action"]: option["why_not"] for option in slowest["options"]}
+    options = {option["action"]: option["why_not"] for option in slowest["steps"][0]["options"]}
     assert options["fewer_devices"] == "it cannot do without a device"
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from resilient_jax.cluster.device_selection import select_devices
+from resilient_jax.policy.devices_after_loss import select_devices
 from resilient_jax.step.device_choice import DeviceChoice, choose_devices_to_leave_out
 
 

@@ -6,15 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.cluster.device_selection import (
-    count_devices,
-    list_named_gpus,
-    restrict_environment,
-    select_devices,
-)
+from resilient_jax.cluster.device_selection import count_devices, list_named_gpus, restrict_environment
 from resilient_jax.cluster.host_devices import HostDevices
 from resilient_jax.config import JobConfig
 from resilient_jax.ids import HostName
+from resilient_jax.policy.devices_after_loss import select_devices
 from resilient_jax.protocol.quarantine import DeviceQuarantineRecord
 from tests.support.agent_parts import make_agent_settings
 

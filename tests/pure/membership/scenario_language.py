@@ -32,13 +32,13 @@ from resilient_jax.membership.commands import (
     QuarantineHost,
 )
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.failure_forecast import add_return, count_losses
 from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, HostProgressed, QuarantineChanged, Tick
 from resilient_jax.membership.redundancy import measure_redundancy
 from resilient_jax.membership.spare_hosts import list_unseated
 from resilient_jax.membership.state_loss import StateLossPolicy
 from resilient_jax.membership.world_formation import StartCoordinationService
+from resilient_jax.policy.failure_forecast import add_return, count_losses
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
 from resilient_jax.protocol.host_status import HostStatus, StandbyState, StandbyStatus, WorkerStatus
 from resilient_jax.protocol.record_parts import change_fields, find_parts, find_types, read_field

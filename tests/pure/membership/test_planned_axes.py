@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.machine import HostLeft
 from resilient_jax.membership.planned_axes import find_plan_change
-from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, Prices
-from resilient_jax.membership.recovery_policy import (
-    HYSTERESIS,
-    MIN_SAVED_S,
-    choose_admission,
-    choose_after_loss,
-)
-from resilient_jax.membership.return_groups import ExpectedReturn
+from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, choose
+from resilient_jax.policy.prices import PRIOR_S, Prices
+from resilient_jax.policy.return_groups import ExpectedReturn
+from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.record_parts import change_fields
@@ -118,7 +114,7 @@ def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
         has_new_axes=True,
         num_lost=num_lost,
     )
-    choice = choose_after_loss(loss, Prices(seconds=seconds, next_failure_s=next_failure_s))
+    choice = choose(loss, Prices(seconds=seconds, next_failure_s=next_failure_s))
     join_s = seconds[TimedChange.GROW]
     pauses_s = {
         RecoveryAction.SHRINK: (max(form_s, place_s) + prepare_s, best),
@@ -674,7 +670,7 @@ def test_the_axes_of_a_join_are_the_better_ones_played_moment_by_moment(
         has_new_axes=True,
     )
     seconds = {**PRIOR_S, TimedChange.GROW: join_s}
-    choice = choose_admission(admission, Prices(seconds=seconds, next_failure_s=next_failure_s))
+    choice = choose(admission, Prices(seconds=seconds, next_failure_s=next_failure_s))
     trained = {
         RecoveryAction.JOIN: play(next_failure_s, join_s + prepare_s, 0.75, returns_s, join_s, 1),
         RecoveryAction.KEEP_AXES: play(next_failure_s, join_s, 0.75 * kept, returns_s, join_s, 1),

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
-from resilient_jax.membership.failure_forecast import count_losses, estimate_rate, expect_failure_s
 from resilient_jax.membership.protection import ENOUGH_LOSSES, choose_protection
-from resilient_jax.planning.recovery_score import HOUR_S
+from resilient_jax.policy.failure_forecast import count_losses, estimate_rate, expect_failure_s
+from resilient_jax.policy.score import HOUR_S
 from resilient_jax.protocol.generation import (
     Generation,
     GenerationPhase,

@@ -7,14 +7,10 @@ import random
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.recovery_options import PRIOR_S, Prices
-from resilient_jax.membership.recovery_policy import HYSTERESIS, MIN_SAVED_S
-from resilient_jax.membership.slow_host_policy import (
-    MIN_SPEED_GAIN,
-    SlowTraining,
-    choose_for_slow_host,
-    count_standby_devices,
-)
+from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, choose
+from resilient_jax.policy.prices import PRIOR_S, Prices
+from resilient_jax.policy.situations import SlowTraining
+from resilient_jax.policy.slow_host_options import MIN_SPEED_GAIN, count_standby_devices
 from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
@@ -156,7 +152,7 @@ def test_the_choice_is_the_best_of_all_possible_ones_but_for_the_hysteresis():
             seconds={change: chance.uniform(0.1, 20.0) for change in PRIOR_S},
             next_failure_s=chance.choice((15.0, 60.0, HOUR_S, 100 * HOUR_S)),
         )
-        choice = choose_for_slow_host(training, prices)
+        choice = choose(training, prices)
         assert {o.action for o in choice.options if not o.why_not} == set(list_possible(training))
         works = {action: play(action, training, prices) for action in list_possible(training)}
         best = max(works, key=lambda action: works[action])

@@ -8,11 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
-from resilient_jax.membership.next_members import COPY_TIMEOUT_S
-from resilient_jax.membership.recovery_options import PRIOR_S, Loss, Prices
-from resilient_jax.membership.recovery_policy import PATIENCE, Choice, choose_after_loss
-from resilient_jax.membership.return_groups import ExpectedReturn
-from resilient_jax.membership.stage_prices import price_copied
 from resilient_jax.pipeline.stage_assignment import assign_stages
 from resilient_jax.pipeline.stage_losses import (
     StageLayout,
@@ -26,9 +21,14 @@ from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_ro
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
-from resilient_jax.planning.recovery_score import HOUR_S, Phase, score_phases
+from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.prices import PRIOR_S, Prices
+from resilient_jax.policy.return_groups import PATIENCE, ExpectedReturn
+from resilient_jax.policy.score import HOUR_S, Phase, score_phases
+from resilient_jax.policy.situations import Loss
+from resilient_jax.policy.stage_prices import price_copied
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryOption, TimedChange
-from resilient_jax.protocol.state_records import StageLoss
+from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, StageLoss
 
 SCHEDULE = PipelineSchedule.ZERO_BUBBLE
 LAYOUTS = [(2, 2, 8), (4, 2, 16), (2, 4, 8), (2, 16, 8), (4, 8, 8), (8, 4, 8)]
@@ -197,7 +197,7 @@ def test_no_rerouting_of_later_steps_is_faster_than_a_replica_that_computes_noth
     assert min(rerouted) >= kept_s - 1e-9
 
 
-def choose(
+def choose_for_stage(
     stage: StageLoss, hosts: int, returned_s: float, next_failure_s: float = 3 * HOUR_S
 ) -> RecoveryAction:
     loss = Loss(
@@ -207,7 +207,7 @@ def choose(
         stage=stage,
         stage_return_s=returned_s,
     )
-    return choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s)).action
+    return choose(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s)).action
 
 
 @pytest.mark.parametrize(
@@ -235,17 +235,17 @@ def test_blocks_move_where_that_pays_until_the_host_is_back(
     stages, replicas, microbatches = layout
     state = make_layout(stages, replicas, microbatches, block_bytes=16e9 * billions / 32 / gigabytes_per_s)
     stage = estimate_stage_losses(state)[stages // 2]
-    assert choose(stage, stages * replicas, returned_s) is action
+    assert choose_for_stage(stage, stages * replicas, returned_s) is action
 
 
-def lose_for_good(stage: StageLoss, **seconds: float) -> Choice:
+def lose_for_good(stage: StageLoss, **seconds: float) -> RecoveryChoice:
     """Return what is chosen in a job of four hosts if nobody comes back, with these measured pauses."""
     known = {**PRIOR_S, **{TimedChange(change): value for change, value in seconds.items()}}
     loss = Loss(places=4, ready=3, stage=stage, can_join_in_place=False)
-    return choose_after_loss(loss, Prices(seconds=known, next_failure_s=HOUR_S))
+    return choose(loss, Prices(seconds=known, next_failure_s=HOUR_S))
 
 
-def find_option(choice: Choice, action: RecoveryAction) -> RecoveryOption:
+def find_option(choice: RecoveryChoice, action: RecoveryAction) -> RecoveryOption:
     (found,) = [one for one in choice.options if one.action is action]
     return found
 
@@ -271,12 +271,10 @@ def test_the_stages_of_two_hosts_are_kept_until_their_blocks_are_copied_and_not_
         awaited=(ExpectedReturn(1.0), ExpectedReturn(2.0)),
         stage=stage,
     )
-    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    choice = choose(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
     gone = dataclasses.replace(loss, awaited=())
-    found = find_option(
-        choose_after_loss(gone, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S)), choice.action
-    )
+    found = find_option(choose(gone, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S)), choice.action)
     assert found.score == pytest.approx(score_phases(price_copied(stage, 1.0, PRIOR_S), HOUR_S)), (
         "of the speed of all six"
     )
@@ -317,7 +315,7 @@ def test_no_speed_that_hosts_cannot_reach_hides_what_is_saved():
 def test_a_host_that_is_back_too_late_is_not_waited_for_while_its_blocks_are_copied():
     stage = StageLoss(hosts=(HostName("a"),), kept=0.3, cut=0.9, move_s=50.0)
     loss = Loss(places=4, ready=3, awaited=(ExpectedReturn(200.0),), stage=stage, stage_return_s=200.0)
-    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    choice = choose(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     copied = find_option(choice, RecoveryAction.KEEP_STAGES)
     first, second = price_copied(stage, 1.0, PRIOR_S)
     later = Phase(pause_s=PRIOR_S[TimedChange.GROW], speed=1.0)
@@ -334,7 +332,7 @@ def test_a_host_that_cannot_come_back_into_its_world_is_not_waited_for():
         stage_return_s=100.0,
         can_join_in_place=False,
     )
-    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    choice = choose(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     kept = find_option(choice, RecoveryAction.KEEP_STAGES)
     assert (choice.action, kept.why_not, choice.wait_s) == (RecoveryAction.KEEP_STAGES, "", 0.0)
 
@@ -348,7 +346,7 @@ def test_a_stage_is_kept_as_long_as_its_own_host_needs_and_not_another_one():
         stage=stage,
         stage_return_s=300.0,
     )
-    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
+    choice = choose(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
     assert choice.action is RecoveryAction.KEEP_STAGES
     assert choice.wait_s >= PATIENCE * 300.0
 
@@ -365,7 +363,7 @@ def test_a_stage_that_is_kept_until_that_costs_as_much_as_moves_loses_twice_the_
     """The host is expected in a second, and comes back whenever it likes."""
     stage = StageLoss(hosts=(HostName("a"),), kept=0.95 - difference, cut=0.95, move_s=move_s)
     loss = Loss(places=32, ready=31, awaited=(ExpectedReturn(1.0),), stage=stage, stage_return_s=1.0)
-    choice = choose_after_loss(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
+    choice = choose(loss, Prices(seconds=PRIOR_S, next_failure_s=next_failure_s))
     if choice.action is not RecoveryAction.KEEP_STAGES or returned_s > next_failure_s:
         return
     copied_s = PRIOR_S[TimedChange.REDIVIDE] + move_s * difference

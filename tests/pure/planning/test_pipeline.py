@@ -1,26 +1,20 @@
-"""Pipeline times: the formula against the simulated schedule, rerouting by Chameleon's vectors, memory in flight."""
+"""Pipeline times: the formula against the simulated schedule, memory in flight."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.routes import make_routes
 from resilient_jax.pipeline_schedule.task_orders import TaskOrders, order_tasks
 from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, TaskKind
 from resilient_jax.planning.memory import count_in_flight
 from resilient_jax.planning.pipeline import (
-    PipelineTime,
-    estimate_rerouted_s,
     find_weight_share,
     time_pipeline,
 )
 from tests.support.properties import examples
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
-ONE_F_ONE_B = PipelineTime(1.0, 3.0, 0.0)
-"""Four stages as Chameleon prices them: t = 1, nothing is sent."""
 
 
 def simulate(stage_s, transfer_s, microbatches, *, is_remat=False) -> TaskOrders:
@@ -44,19 +38,6 @@ def estimate_s(stages, stage_s, transfer_s, microbatches, *, is_remat=False):
     """Return what the planner estimates of the same step."""
     time = time_pipeline(stages, stage_s, transfer_s, weight_share=find_weight_share(is_remat=is_remat))
     return microbatches * time.microbatch_s + time.fill_s
-
-
-def test_chameleons_pipeline_times_are_reproduced():
-    """Chameleon, arXiv 2508.21613: P = 4, N_m = 8, N_dp = 4, t = 1."""
-    assert estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], ONE_F_ONE_B) == pytest.approx(13.667, abs=5e-4)
-    assert estimate_rerouted_s(4, 8, 4, [1, 1, 0, 0], ONE_F_ONE_B) == pytest.approx(16.333, abs=5e-4)
-    assert estimate_rerouted_s(4, 8, 4, [0, 0, 0, 0], ONE_F_ONE_B) == 11
-    assert estimate_rerouted_s(4, 8, 4, [4, 0, 0, 0], ONE_F_ONE_B) is None
-
-
-def test_failures_of_another_number_of_stages_are_refused():
-    with pytest.raises(CallerError, match="found 3 numbers, expected one for each of 4"):
-        estimate_rerouted_s(4, 8, 4, [1, 0, 0], ONE_F_ONE_B)
 
 
 @examples(few=5)

@@ -1,4 +1,4 @@
-"""Replanning: Chameleon's score, the bytes that move between hosts, and the least of them over all assignments."""
+"""Replanning: decisions in order, Chameleon's score, bytes that move, and the least of them over all assignments."""
 
 import itertools
 
@@ -17,12 +17,13 @@ from resilient_jax.planning.host_state import (
     find_host_states,
     intersect_regions,
 )
+from resilient_jax.planning.next_plans import NextPlanSearch
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.recovery_score import compute_score
-from resilient_jax.planning.replanning import ReplanAction, replan
-from resilient_jax.planning.rerouted_step import price_rerouted_s
+from resilient_jax.planning.replanning import replan
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.state_migration import count_missing_bytes, plan_migration
+from resilient_jax.policy.score import Phase, score_phases
+from resilient_jax.protocol.recovery_records import RecoveryAction
 from resilient_jax.topology import UnknownHost
 from tests.support.plan_topologies import cluster, small_profile
 
@@ -38,10 +39,14 @@ def plan_of(topology=FULL, *, global_batch=48, **axes):
 
 def test_chameleons_score_is_reproduced():
     """Chameleon, arXiv 2508.21613: B = 10, rerouting (2 s, 0), new plan (1 s, 10 s): equal scores at 20 s."""
-    assert compute_score(10, 2, 0, 20) == compute_score(10, 1, 10, 20)
-    assert compute_score(10, 2, 0, 15) > compute_score(10, 1, 10, 15)
-    assert compute_score(10, 2, 0, 40) < compute_score(10, 1, 10, 40)
-    assert compute_score(10, 1, 10, 10) == 0
+
+    def score(samples, step_s, transition_s, next_failure_s):
+        return score_phases((Phase(pause_s=transition_s, speed=samples / step_s),), next_failure_s)
+
+    assert score(10, 2, 0, 20) == score(10, 1, 10, 20)
+    assert score(10, 2, 0, 15) > score(10, 1, 10, 15)
+    assert score(10, 2, 0, 40) < score(10, 1, 10, 40)
+    assert score(10, 1, 10, 10) == 0
 
 
 @given(st.integers(1, 6), st.data())
@@ -92,8 +97,8 @@ def test_the_same_plan_on_the_same_hosts_moves_nothing():
 def test_a_lost_replica_leaves_nothing_to_move():
     plan = plan_of(global_batch=94, fsdp=2, tensor=1, sequence=1, pipeline=1)
     assert plan.replicas == 4
-    after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
-    assert after.chosen.action is ReplanAction.KEEP
+    after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, is_compiled=lambda _: False)
+    assert after.steps[0].choice.action in (RecoveryAction.SHRINK, RecoveryAction.KEEP_AXES)
     assert after.bytes_moved == 0
     assert isinstance(after.plan, Plan)
     assert after.plan.replicas == 3
@@ -102,7 +107,10 @@ def test_a_lost_replica_leaves_nothing_to_move():
 
 def test_a_host_that_comes_back_gets_a_copy_from_one_that_has_it():
     plan = plan_of(FULL.without("host-01"), global_batch=94, fsdp=2, tensor=1, sequence=1, pipeline=1)
-    after = replan(plan, FULL, compile_s=1e9)
+    after = replan(plan, FULL, compile_s=1e9, is_compiled=lambda _: False)
+    (step,) = after.steps
+    assert step.when == "when host-01 can join"
+    assert step.choice.action in (RecoveryAction.JOIN, RecoveryAction.KEEP_AXES)
     assert after.plan.replicas == 4
     assert {move.target for move in after.transfers} == {"host-01"}
     assert after.bytes_moved == pytest.approx(PROFILE.parameter_bytes + PROFILE.optimizer_bytes)
@@ -114,64 +122,67 @@ def test_the_reason_names_bytes_that_no_host_holds():
     after = replan(plan, FULL.without("host-02"))
     lost = sum(move.bytes_moved for move in after.transfers if move.source is None)
     assert lost > 0
-    assert "are on no host that is left" in after.reason
+    assert after.steps[0].choice.action is RecoveryAction.RESTORE
+    assert "are on no worker that is left" in after.reason
 
 
 def test_hosts_swap_places_where_less_state_moves_then():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)  # a stage is a host: 0 and 1, 2 and 3
-    after = replan(plan, FULL.without("host-01", "host-02"), compile_s=1e9, next_failure_s=1.0)
-    kept = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.KEEP)
-    assert kept.migration.bytes_moved == 0
-    swapped = replan(plan, FULL.without("host-00", "host-03"), compile_s=1e9, next_failure_s=1.0)
-    kept = next(o for o in (swapped.chosen, *swapped.others) if o.action is ReplanAction.KEEP)
-    assert kept.migration.bytes_moved == 0  # host-01 has the second stage and keeps it
+    search = NextPlanSearch()
+    for lost in (("host-01", "host-02"), ("host-00", "host-03")):
+        kept = search.search(plan, FULL.without(*lost), is_foreseen=True).kept
+        assert kept is not None
+        assert kept.migration.bytes_moved == 0  # host-01 has the second stage and keeps it
 
 
-def test_a_new_plan_pays_only_if_the_next_failure_is_far():
-    plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
-    left = FULL.without("host-01")
-    soon = replan(plan, left, next_failure_s=1.0, compile_s=0.999)
-    late = replan(plan, left, next_failure_s=1e6, compile_s=0.999)
-    assert soon.chosen.action is not ReplanAction.NEW
-    assert late.chosen.action is ReplanAction.NEW
+def test_new_axes_pay_only_if_the_next_failure_is_far():
+    plan, left = plan_of(fsdp=1, tensor=2, sequence=1, pipeline=1, replica=4), FULL.without("host-01")
+    soon, late = (
+        replan(plan, left, next_failure_s=horizon, compile_s=50.0, is_compiled=lambda _: False)
+        for horizon in (100.0, 1e9)
+    )
+    assert soon.steps[0].choice.action is RecoveryAction.KEEP_AXES
+    assert late.steps[0].choice.action is RecoveryAction.SHRINK
     assert late.step_time_s < soon.step_time_s
-    assert "Not new" in soon.reason
+    assert "to shrink would lose" in soon.reason
 
 
 def test_no_option_has_fewer_than_min_replicas():
-    """Rerouting leaves as many copies of the state as the stage has that lost the most."""
-    plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1, replica=2)
+    plan = plan_of(pipeline=1, tensor=2, fsdp=1, sequence=1, replica=4)
     left = FULL.without("host-01")
-    some, more = (replan(plan, left, next_failure_s=1e3, min_replicas=least) for least in (1, 2))
-    assert ReplanAction.REROUTE in {option.action for option in (some.chosen, *some.others)}
-    assert ReplanAction.REROUTE not in {option.action for option in (more.chosen, *more.others)}
-    assert all(option.plan.replicas >= 2 for option in (more.chosen, *more.others))
+    after = replan(plan, left, next_failure_s=1e3, min_replicas=3)
+    assert all(option.plan.replicas >= 3 for option in after.steps[0].plans.values())
+    with pytest.raises(PlanError, match="min_replicas: found 7"):
+        replan(plan, left, min_replicas=7)
 
 
-@pytest.mark.parametrize(("host", "stage"), [("host-00", 0), ("host-01", 1)])
-def test_rerouting_takes_as_much_longer_as_simulated_pipelines_without_the_lost_stage(host, stage):
+def test_a_stage_is_kept_with_the_plan_before_while_its_replica_computes_nothing():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
-    after = replan(plan, FULL.without(host), next_failure_s=1.0, compile_s=10.0)
-    rerouted = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.REROUTE)
-    team = plan.replica_classes[0]
-    assert team.transfer_s > 0
-    simulated, before = (
-        price_rerouted_s(2, plan.quotas, lost, team.stage_s, transfer_s=team.transfer_s)
-        for lost in ([(0, stage)], [])
-    )
-    assert simulated is not None
-    assert before is not None
-    assert rerouted.step_time_s == pytest.approx(plan.step_time_s + simulated - before)
-    assert rerouted.step_time_s > plan.step_time_s
-    assert rerouted.transition_s == 0
+    (step,) = replan(plan, FULL.without("host-01"), next_failure_s=1.0).steps
+    kept = step.plans[RecoveryAction.KEEP_STAGES]
+    half = NextPlanSearch().try_keep(plan, FULL.without("host-00", "host-01"))
+    assert half is not None
+    assert half.replicas == plan.replicas - 1
+    assert kept.plan is plan
+    assert kept.step_time_s == pytest.approx(half.step_time_s)
+    assert kept.transition_s == kept.migration.bytes_moved == 0
 
 
 def test_a_program_in_the_cache_costs_no_compilation():
-    plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
-    left = FULL.without("host-01")
+    plan, left = plan_of(fsdp=1, tensor=2, sequence=1, pipeline=1, replica=4), FULL.without("host-01")
     cold, warm = (replan(plan, left, is_compiled=lambda _, known=known: known) for known in (False, True))
-    assert [o.compile_s for o in (cold.chosen, *cold.others) if o.action is ReplanAction.NEW] == [60.0]
-    assert [o.compile_s for o in (warm.chosen, *warm.others) if o.action is ReplanAction.NEW] == [0.0]
+    assert [one.steps[0].plans[RecoveryAction.SHRINK].compile_s for one in (cold, warm)] == [60.0, 0.0]
+    assert cold.steps[0].plans[RecoveryAction.KEEP_AXES].compile_s == 0
+
+
+def test_what_a_job_has_compiled_ahead_costs_no_compilation():
+    plan = plan_of(cluster([1.0] * 6, devices=2, network=1e10), fsdp=1, tensor=2, sequence=1, pipeline=1)
+    names = [host.name for host in plan.request.topology.hosts]
+    seconds = [
+        replan(plan, plan.request.topology.without(*names[:number])).steps[0].plans[RecoveryAction.SHRINK]
+        for number in (1, 2, 3)
+    ]
+    assert [one.compile_s for one in seconds] == [0.0, 0.0, 60.0]
 
 
 def test_a_change_that_leaves_too_little_memory_is_refused_with_what_would_suffice():
@@ -193,25 +204,65 @@ def test_impossible_times_are_refused():
 
 def test_where_a_host_is_only_slower_all_state_may_stay_in_place():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
-    slowed = FULL.slowed("host-02", 0.8)
-    soon, never = (replan(plan, slowed, next_failure_s=horizon) for horizon in (1e-5, 1e9))
-    assert soon.chosen.action is ReplanAction.KEEP
-    assert soon.chosen.transition_s == soon.bytes_moved == 0
-    assert soon.chosen.score > 0
-    assert soon.step_time_s == pytest.approx(plan.step_time_s / 0.8)
-    assert "unchanged; all wait for the slowest" in soon.reason
-    assert "does not fit" not in soon.reason + never.reason
-    assert never.step_time_s <= soon.step_time_s
+    after = replan(plan, FULL.slowed("host-02", 0.8), next_failure_s=1e-5)
+    (step,) = after.steps
+    assert step.when == "with host-02 at 0.8 of its speed"
+    assert step.choice.action is RecoveryAction.KEEP
+    assert after.bytes_moved == step.chosen.transition_s == 0
+    assert after.step_time_s <= plan.step_time_s / 0.8 + 1e-12
+    assert "trains on as it is" in after.reason
 
 
-def test_losing_a_spare_reroutes_nothing():
+def test_a_slow_host_is_taken_out_where_the_others_are_faster():
+    plan = plan_of(pipeline=1, tensor=2, fsdp=1, sequence=1, replica=4)
+    (step,) = replan(plan, FULL.slowed("host-02", 0.01), next_failure_s=1e6).steps
+    (loss,) = replan(plan, FULL.without("host-02")).steps
+    assert step.choice.action is RecoveryAction.TAKE_OUT
+    assert step.chosen.step_time_s == loss.plans[RecoveryAction.SHRINK].step_time_s
+
+
+def test_decisions_follow_each_other_as_a_job_meets_the_changes():
+    plan = plan_of(pipeline=1, tensor=2, fsdp=1, sequence=1, replica=4)
+    added = cluster([1.0] * 5, devices=2, network=1e10).host("host-04")
+    now = FULL.without("host-01", "host-03/1").slowed("host-02", 0.5).with_hosts([added])
+    after = replan(plan, now)
+    assert [step.when for step in after.steps] == [
+        "when host-01 is lost and host-03 has lost devices",
+        "when host-03 is back with 1 device",
+        "with host-02 at 0.5 of its speed",
+        "when host-04 can join",
+    ]
+    assert after.plan is after.steps[-1].chosen.plan
+    assert after.reason.startswith(
+        "When host-01 is lost and host-03 has lost devices, the job goes on in place"
+    )
+
+
+def test_a_host_that_is_fast_again_is_not_slow():
+    slow = FULL.slowed("host-02", 0.5)
+    plan = plan_of(slow, pipeline=1, tensor=2, fsdp=1, sequence=1, replica=4)
+    after = replan(plan, FULL)
+    refusals = {option.action: option.why_not for option in after.steps[0].choice.options}
+    assert after.steps[0].choice.action is RecoveryAction.KEEP
+    assert refusals[RecoveryAction.TAKE_OUT] == "no host is slow"
+    assert after.step_time_s <= plan.step_time_s
+
+
+def test_nothing_is_decided_where_no_host_has_changed():
+    plan = plan_of()
+    after = replan(plan, FULL)
+    assert (after.steps, after.plan, after.reason) == ((), plan, "No host has changed.")
+
+
+def test_losing_a_spare_keeps_no_stage():
     five = cluster([1.0] * 5, devices=1)
     plan = plan_of(five, replica=2, pipeline=2, tensor=1, fsdp=1, sequence=1)
     (idle,) = {host.name for host in five.hosts} - {
         name for name, held in find_host_states(plan).items() if held
     }
-    after = replan(plan, five.without(idle), next_failure_s=1.0)
-    assert ReplanAction.REROUTE not in {option.action for option in (after.chosen, *after.others)}
+    (step,) = replan(plan, five.without(idle), next_failure_s=1.0).steps
+    assert RecoveryAction.KEEP_STAGES not in step.plans
+    assert step.chosen.step_time_s == pytest.approx(plan.step_time_s)
 
 
 @pytest.mark.parametrize("horizon", [float("inf"), float("nan")])

@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
-from resilient_jax.planning.replanning import ReplanAction, replan
+from resilient_jax.planning.replanning import replan
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.team_quotas import TeamRate, find_quotas
+from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.planning.unequal_search import search_unequal_plan
+from resilient_jax.protocol.recovery_records import RecoveryAction
 from tests.support.plan_topologies import cluster, small_profile, tight_bytes
 from tests.support.properties import examples
 
@@ -111,25 +113,34 @@ def test_a_slow_device_is_left_out_or_in_a_team_of_its_own():
     assert together.step_time_s / plan.step_time_s > 1.2
 
 
-def test_replanning_takes_unequal_teams_where_they_are_faster():
+def test_replanning_names_faster_unequal_teams_that_no_job_runs():
     before = search_plan(
         DEEP,
         cluster([1.0, 1.0], devices=4, memory_bytes=tight_bytes(DEEP, 0.45), inner=1e10, network=1e9),
         global_batch=256,
     )
     now = uneven()
-    late = replan(before, now, next_failure_s=1e9, compile_s=1.0)
-    assert late.chosen.action is ReplanAction.UNEQUAL
-    assert late.step_time_s < min(option.step_time_s for option in late.others)
-    assert "Unequal teams" in late.reason
-    held = {move.target for move in late.transfers}
-    assert held <= {host.name for host in now.hosts}
+    after = replan(before, now, next_failure_s=1e9, compile_s=1.0, devices_after_loss="all")
+    (named,) = (step.unequal for step in after.steps if step.unequal is not None)
+    assert isinstance(named.plan, UnequalPlan)
+    assert named.step_time_s < after.step_time_s
+    assert "teams that no job runs" in after.reason
+    assert {move.target for move in named.migration.transfers} <= {host.name for host in now.hosts}
+
+
+def test_replanning_takes_unequal_teams_of_whole_hosts_where_they_are_faster():
+    topology = cluster([1.0] * 2, devices=8, memory_bytes=tight_bytes(DEEP, 0.45), inner=1e10, network=1e9)
+    before = search_plan(DEEP, topology, global_batch=256)
+    first, last = replan(before, topology.without("host-01/0"), next_failure_s=1e9).steps
+    assert last.choice.action is RecoveryAction.JOIN
+    assert isinstance(last.chosen.plan, UnequalPlan)
+    assert last.chosen.step_time_s < first.chosen.step_time_s
+    assert all(team.plan.layout.host_slots == 1 for team in last.chosen.plan.teams)
 
 
 def test_equal_hosts_that_all_work_are_offered_no_unequal_teams():
     topology = cluster([1.0] * 3, devices=1, network=1e10)
     before = search_plan(PROFILE, topology, global_batch=300)
-    after = replan(before, topology.slowed("host-02", 0.6))
-    options = (after.chosen, *after.others)
-    assert not any(option.plan.devices_spare for option in options)
-    assert all(option.action is not ReplanAction.UNEQUAL for option in options)
+    (step,) = replan(before, topology.slowed("host-02", 0.6)).steps
+    assert step.choice.action is RecoveryAction.KEEP
+    assert not any(isinstance(option.plan, UnequalPlan) for option in step.plans.values())

@@ -11,10 +11,9 @@ busy the machine was when pauses of one kind, or of the other, were measured.
 
 from collections.abc import Mapping
 
-from resilient_jax.membership.next_members import COPY_TIMEOUT_S
-from resilient_jax.planning.recovery_score import Phase
+from resilient_jax.policy.score import Phase
 from resilient_jax.protocol.recovery_records import TimedChange
-from resilient_jax.protocol.state_records import StageLoss
+from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, StageLoss
 
 
 def price_cut(stage: StageLoss, present: float, seconds: Mapping[TimedChange, float]) -> Phase:

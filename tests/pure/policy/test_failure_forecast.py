@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.failure_forecast import (
+from resilient_jax.policy.failure_forecast import (
     MAX_RECORDS,
     RECENT_S,
     add_return,
@@ -19,7 +19,7 @@ from resilient_jax.membership.failure_forecast import (
     forget_returns,
     list_expected,
 )
-from resilient_jax.planning.recovery_score import (
+from resilient_jax.policy.score import (
     HOUR_S,
     PRIOR_EXPOSURE_S,
     PRIOR_FAILURES_PER_HOST,

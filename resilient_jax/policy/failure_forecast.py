@@ -1,7 +1,7 @@
 """When the next failure is expected, and when hosts that are away are back, from the history of a job. Pure.
 
 Failures of a host are a Poisson process whose rate has a Gamma prior: that of a published cluster, which weighs as much
-as `PRIOR_EXPOSURE_S` of the job's own time (`planning.recovery_score`). What a host's own failures add to it is the
+as `PRIOR_EXPOSURE_S` of the job's own time (`policy.score`). What a host's own failures add to it is the
 greater of two posterior means, over all of the job's time and over its last hours: a host that has begun to fail is
 expected to fail again soon, and one that has been quiet since is trusted again. Rates of hosts add up. A host that
 leaves after a notice has not failed: it is expected to leave again, and to come back, by its own record.
@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.planning.recovery_score import (
+from resilient_jax.policy.score import (
     HOUR_S,
     PRIOR_EXPOSURE_S,
     PRIOR_FAILURES_PER_HOST,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from resilient_jax.planning.recovery_score import Phase
+from resilient_jax.policy.score import Phase
 
 PATIENCE: Final = 1.5
 """A wait lasts so many times the expected time of what is waited for, at most."""

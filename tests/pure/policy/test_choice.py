@@ -8,22 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.membership.failure_forecast import count_losses
 from resilient_jax.membership.job_history import add_time
-from resilient_jax.membership.recovery_options import PRIOR_S, Admission, Loss, Prices, price_job
-from resilient_jax.membership.recovery_policy import (
-    HYSTERESIS,
-    MIN_SAVED_S,
-    Choice,
-    choose_admission,
-    choose_after_loss,
-)
-from resilient_jax.membership.return_groups import ExpectedReturn
-from resilient_jax.planning.recovery_score import (
+from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, RecoveryChoice, choose
+from resilient_jax.policy.failure_forecast import count_losses
+from resilient_jax.policy.prices import PRIOR_S, Prices, price_job
+from resilient_jax.policy.return_groups import ExpectedReturn
+from resilient_jax.policy.score import (
     HOUR_S,
     Phase,
     score_phases,
 )
+from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.plan_records import PlanChange
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryAction, TimedChange
 
@@ -137,7 +132,7 @@ def test_the_score_is_the_mean_speed_of_all_moments_until_the_next_failure(phase
     assert score_phases(phases, horizon) == pytest.approx(trained / moments, abs=7 / moments)
 
 
-def check_choice(choice: Choice, horizon_s: float) -> None:
+def check_choice(choice: RecoveryChoice, horizon_s: float) -> None:
     """Check a choice against all possible options: none of them saves as much as makes another choice."""
     first, *others = choice.options
     assert choice.action is first.action
@@ -153,17 +148,17 @@ def check_choice(choice: Choice, horizon_s: float) -> None:
 
 @given(loss=draw_loss(), prices=draw_prices())
 def test_no_other_option_after_a_loss_saves_more_than_the_margin(loss, prices):
-    check_choice(choose_after_loss(loss, prices), prices.next_failure_s)
+    check_choice(choose(loss, prices), prices.next_failure_s)
 
 
 @given(admission=draw_admission(), prices=draw_prices())
 def test_no_other_admission_saves_more_than_the_margin(admission, prices):
-    check_choice(choose_admission(admission, prices), prices.next_failure_s)
+    check_choice(choose(admission, prices), prices.next_failure_s)
 
 
 @given(loss=draw_loss(), prices=draw_prices(), faster=st.floats(0.1, 1.0))
 def test_a_faster_transition_never_loses(loss, prices, faster):
-    choice = choose_after_loss(loss, prices)
+    choice = choose(loss, prices)
     own = {
         RecoveryAction.SHRINK: TimedChange.SHRINK,
         RecoveryAction.REPLACE: TimedChange.GROW,
@@ -171,7 +166,7 @@ def test_a_faster_transition_never_loses(loss, prices, faster):
         RecoveryAction.RESTORE: TimedChange.RESTORE,
     }.get(choice.action, TimedChange.REFORM)
     seconds = {**prices.seconds, own: prices.seconds[own] * faster}
-    again = choose_after_loss(loss, dataclasses.replace(prices, seconds=seconds))
+    again = choose(loss, dataclasses.replace(prices, seconds=seconds))
     scores = {option.action: option.score for option in again.options}
     assert scores[choice.action] >= choice.options[0].score - 1e-12
 
@@ -183,10 +178,10 @@ def test_a_longer_time_to_the_next_failure_favors_a_join_over_its_postponing(adm
     prepare_s = admission.plan.prepare_s if admission.plan is not None else 0.0
     shortest_s = sum(prices.seconds.values()) + prepare_s
     prices = dataclasses.replace(prices, next_failure_s=shortest_s + prices.next_failure_s)
-    if choose_admission(admission, prices).action is not RecoveryAction.JOIN:
+    if choose(admission, prices).action is not RecoveryAction.JOIN:
         return
     later = dataclasses.replace(prices, next_failure_s=prices.next_failure_s * longer)
-    assert choose_admission(admission, later).action is RecoveryAction.JOIN
+    assert choose(admission, later).action is RecoveryAction.JOIN
 
 
 @pytest.mark.parametrize("near", [0.7, 0.75, 0.79, 0.85, 0.95, 1.0, 1.1])
@@ -196,18 +191,18 @@ def test_a_choice_does_not_flutter_with_the_noise_of_measured_times(near, places
     # Near the time to the next failure at which a join costs what it brings: D / places = its pause.
     seconds = {change: join_s for change in TimedChange}
     prices = Prices(seconds=seconds, next_failure_s=near * places * join_s)
-    choice = choose_admission(admission, prices)
+    choice = choose(admission, prices)
     assert choice.action is (RecoveryAction.POSTPONE if near < 0.8 else RecoveryAction.JOIN)
     before = None if choice.action is RecoveryAction.JOIN else choice.action
     noisy = dataclasses.replace(prices, seconds={change: join_s * noise for change in TimedChange})
-    again = choose_admission(dataclasses.replace(admission, before=before), noisy)
+    again = choose(dataclasses.replace(admission, before=before), noisy)
     assert before is None or again.action is before
 
 
 def test_a_returned_host_joins_a_small_job_at_once():
     admission = Admission(places=4, training=3, joining=1)
     history = lose(JobHistory(observed_s=600.0), "d")
-    choice = choose_admission(admission, price_job(history, name_hosts(4, "d"), names("d")))
+    choice = choose(admission, price_job(history, name_hosts(4, "d"), names("d")))
     assert choice.action is RecoveryAction.JOIN
     assert "to postpone would lose" in choice.reason
 
@@ -216,14 +211,12 @@ def test_of_thousands_of_hosts_one_that_returns_waits_for_more_or_the_next_chang
     admission = Admission(places=4096, training=4090, joining=1, new_world_because=WHY)
     history = lose(JobHistory(observed_s=HOUR_S), "d")
     prices = price_job(history, name_hosts(4096, "d"), names("d"))
-    choice = choose_admission(admission, prices)
+    choice = choose(admission, prices)
     assert (choice.action, choice.wait_s) == (RecoveryAction.POSTPONE, 60.0)
     # All of the job would wait 8 s for their programs.
-    assert (
-        choose_admission(dataclasses.replace(admission, joining=6), prices).action is RecoveryAction.POSTPONE
-    )
+    assert choose(dataclasses.replace(admission, joining=6), prices).action is RecoveryAction.POSTPONE
     several = dataclasses.replace(admission, training=4080, joining=16)
-    assert choose_admission(several, prices).action is RecoveryAction.JOIN
+    assert choose(several, prices).action is RecoveryAction.JOIN
 
 
 def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
@@ -234,7 +227,7 @@ def test_a_host_that_is_lost_again_and_again_comes_back_less_and_less_often():
     while now_s < HOUR_S:
         history = msgspec.structs.replace(history, observed_s=now_s)
         prices = price_job(history, name_hosts(512, "flapping"), names("flapping"))
-        choice = choose_admission(dataclasses.replace(admission, before=before), prices)
+        choice = choose(dataclasses.replace(admission, before=before), prices)
         before = choice.action
         if choice.action is RecoveryAction.JOIN:
             joins.append(now_s)
@@ -250,10 +243,10 @@ def test_hosts_that_return_together_join_in_one_pause_where_a_pause_is_long():
         places=8, training=6, joining=1, awaited=(ExpectedReturn(6.0),), new_world_because=WHY
     )
     history = add_time(JobHistory(observed_s=HOUR_S), TimedChange.REFORM_COLD, 20.0)
-    choice = choose_admission(admission, price_job(history, name_hosts(8)))
+    choice = choose(admission, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.GATHER, 9.0)
     slow = dataclasses.replace(admission, awaited=(ExpectedReturn(100.0),))
-    assert choose_admission(slow, price_job(history, name_hosts(8))).action is RecoveryAction.JOIN
+    assert choose(slow, price_job(history, name_hosts(8))).action is RecoveryAction.JOIN
 
 
 def test_where_two_new_worlds_cost_more_than_the_wait_the_job_waits():
@@ -263,15 +256,15 @@ def test_where_two_new_worlds_cost_more_than_the_wait_the_job_waits():
     history = JobHistory(observed_s=HOUR_S)
     for change in (TimedChange.REFORM, TimedChange.REFORM_COLD):
         history = add_time(history, change, 20.0)
-    choice = choose_after_loss(loss, price_job(history, name_hosts(8)))
+    choice = choose(loss, price_job(history, name_hosts(8)))
     assert (choice.action, choice.wait_s) == (RecoveryAction.WAIT, 9.0)
     in_place = dataclasses.replace(loss, new_world_because="", can_join_in_place=True)
-    assert choose_after_loss(in_place, price_job(history, name_hosts(8))).action is RecoveryAction.SHRINK
+    assert choose(in_place, price_job(history, name_hosts(8))).action is RecoveryAction.SHRINK
 
 
 def test_a_join_is_not_put_off_while_the_next_loss_may_be_that_of_the_state():
     admission = Admission(places=4096, training=4095, joining=1, is_last_copy=True)
-    choice = choose_admission(admission, price_job(JobHistory(failures=100), name_hosts(4096)))
+    choice = choose(admission, price_job(JobHistory(failures=100), name_hosts(4096)))
     assert choice.action is RecoveryAction.JOIN
     assert "the next loss may be that of the state" in choice.options[1].describe()
 
@@ -319,7 +312,7 @@ def test_the_hosts_that_are_waited_for_are_those_of_the_best_wait(returns, refor
     )
     seconds = {**PRIOR_S, TimedChange.REFORM: reform_s, TimedChange.REFORM_COLD: 1.5 * reform_s}
     prices = Prices(seconds=seconds, next_failure_s=horizon_s)
-    choice = choose_after_loss(loss, prices)
+    choice = choose(loss, prices)
     works = [play_wait(loss, prices, number) for number in range(len(returns) + 1)]
     chosen = works[choice.num_awaited]
     # What is lost by the best, and the margin of the choice.
@@ -336,15 +329,15 @@ def test_a_flapping_host_is_admitted_later_than_a_sound_one_and_again_once_it_ha
     history = lose(history, "sound")
     for _ in range(6):
         history = lose(msgspec.structs.replace(history, observed_s=history.observed_s + 600.0), "flapping")
-    sound = choose_admission(admission, price_job(history, hosts - names("flapping"), names("sound")))
-    flapping = choose_admission(admission, price_job(history, hosts - names("sound"), names("flapping")))
+    sound = choose(admission, price_job(history, hosts - names("flapping"), names("sound")))
+    flapping = choose(admission, price_job(history, hosts - names("sound"), names("flapping")))
     assert (sound.action, flapping.action) == (RecoveryAction.JOIN, RecoveryAction.POSTPONE)
     # A leader looks again each minute: it changes its mind once.
     actions, before = [], flapping.action
     for minute in range(0, 24 * 60, 10):
         later = msgspec.structs.replace(history, observed_s=history.observed_s + 60.0 * minute)
         prices = price_job(later, hosts - names("sound"), names("flapping"))
-        before = choose_admission(dataclasses.replace(admission, before=before), prices).action
+        before = choose(dataclasses.replace(admission, before=before), prices).action
         actions.append(before)
     assert actions[0] is RecoveryAction.POSTPONE
     assert actions[-1] is RecoveryAction.JOIN
@@ -361,7 +354,7 @@ def test_a_host_that_is_preempted_all_the_time_is_admitted_later_though_it_never
             cause=LossCause.NOTICE,
         )
     hosts = name_hosts(4096, "spot", "sound")
-    spot = choose_admission(admission, price_job(history, hosts - names("sound"), names("spot")))
-    sound = choose_admission(admission, price_job(history, hosts - names("spot"), names("sound")))
+    spot = choose(admission, price_job(history, hosts - names("sound"), names("spot")))
+    sound = choose(admission, price_job(history, hosts - names("spot"), names("sound")))
     assert (spot.action, sound.action) == (RecoveryAction.POSTPONE, RecoveryAction.JOIN)
     assert spot.next_failure_s == pytest.approx(sound.next_failure_s)

@@ -1,54 +1,22 @@
-"""The policy for slow hosts: as `recovery_policy`, whether one stays, a spare takes its place, or others go on without.
+"""The options about a slow host, with their prices: it stays, a spare takes its place, or others go on without it.
 
 That it stays costs no pause. Or it goes on without those of its devices that are slow, or a pipeline gives it fewer
 layers. Shares by speed are chosen before that, by the workers, and cost nothing.
 """
 
-import dataclasses
 from typing import Final
 
 import msgspec
 
-from resilient_jax.membership.recovery_options import Prices, make_option
-from resilient_jax.membership.recovery_policy import Choice, choose_option, make_choice
-from resilient_jax.planning.recovery_score import Phase
+from resilient_jax.policy.offer import Offer, make_option
+from resilient_jax.policy.prices import Prices
+from resilient_jax.policy.score import Phase
+from resilient_jax.policy.situations import SlowTraining
 from resilient_jax.protocol.recovery_records import RecoveryAction, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown
 
 MIN_SPEED_GAIN: Final = 0.05
 """The part by which an action on a slow host must raise the speed: what hosts take is known no better."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlowTraining:
-    """Hosts train, and slow ones among them, or a division of layers by speeds of the past, cost them time.
-
-    Attributes:
-        places: hosts that the job has at most.
-        training: the hosts that train; as `places` counted by their devices (`host_shares`).
-        slowdown: what is slow, and what each action makes of it.
-        is_spare_in_place: whether the spare has a seat of the world of those that train.
-        can_stay_in_place: whether all hosts that train can go on in their world.
-        can_shrink_in_place: whether they can go on in their world without the slow host.
-        needs_restore: whether the state of the slow host is on no other one, so that it is read from a snapshot.
-        refusal: why no host may be taken out now; empty: one may.
-        refusal_without: why the other hosts may not go on without the slow host; empty: they may.
-        refusal_fewer_devices: why the worker of the slow host may not be started again on fewer devices; empty: it may.
-        can_return_in_place: whether the worker that is started again will have a seat in their world.
-    """
-
-    places: float
-    training: float
-    slowdown: Slowdown
-    has_spare: bool = False
-    is_spare_in_place: bool = True
-    can_stay_in_place: bool = True
-    can_shrink_in_place: bool = True
-    needs_restore: bool = False
-    refusal: str = ""
-    refusal_without: str = ""
-    refusal_fewer_devices: str = ""
-    can_return_in_place: bool = True
 
 
 def count_standby_devices(slowdown: Slowdown, num_standby: int) -> Slowdown:
@@ -66,28 +34,31 @@ def count_standby_devices(slowdown: Slowdown, num_standby: int) -> Slowdown:
     return msgspec.structs.replace(slowdown, devices=slow, fewer_devices=slowdown.replaced)
 
 
-def choose_for_slow_host(training: SlowTraining, prices: Prices) -> Choice:
-    """Return what to do about a host that is slow, or about layers that are divided as if one were."""
-    slowdown, share = training.slowdown, training.training / training.places
-    speeds = {
+def list_slow_host_options(training: SlowTraining, prices: Prices) -> Offer:
+    """Return what may be done about a host that is slow, or about layers that are divided as if one were."""
+    share = training.training / training.places
+    speeds = list_speeds(training.slowdown)
+    options = tuple(
+        make_option(
+            action,
+            _list_phases(action, share * speed, training, prices),
+            prices,
+            _explain_refusal(action, speed, training),
+        )
+        for action, speed in speeds.items()
+    )
+    return Offer(options=options, usual=RecoveryAction.KEEP, reachable=share * max(1.0, *speeds.values()))
+
+
+def list_speeds(slowdown: Slowdown) -> dict[RecoveryAction, float]:
+    """Return the speed after each action; 0: the action is not possible."""
+    return {
         RecoveryAction.KEEP: slowdown.kept,
         RecoveryAction.REPLACE: slowdown.replaced,
         RecoveryAction.TAKE_OUT: slowdown.without,
         RecoveryAction.FEWER_DEVICES: slowdown.fewer_devices,
         RecoveryAction.REDIVIDE: slowdown.redivided,
     }
-    options = {
-        action: make_option(
-            action,
-            _list_phases(action, share * speed, training, prices),
-            prices,
-            _explain_slow_refusal(action, speed, training),
-        )
-        for action, speed in speeds.items()
-    }
-    reachable = share * max(1.0, *speeds.values())
-    chosen = choose_option(options, RecoveryAction.KEEP, prices, reachable)
-    return make_choice(chosen, RecoveryAction.KEEP, tuple(options.values()), prices, 0.0)
 
 
 def _list_phases(
@@ -125,7 +96,7 @@ def _price_action(action: RecoveryAction, training: SlowTraining, prices: Prices
     return pause_s + (seconds[TimedChange.RESTORE] if training.needs_restore else 0.0)
 
 
-def _explain_slow_refusal(action: RecoveryAction, speed: float, training: SlowTraining) -> str:
+def _explain_refusal(action: RecoveryAction, speed: float, training: SlowTraining) -> str:
     """Return why an action on a slow host is not possible, or not worth it; empty if it may be."""
     slowdown = training.slowdown
     takes_out = action in (RecoveryAction.REPLACE, RecoveryAction.TAKE_OUT)
