@@ -11,11 +11,10 @@ Rules of a connection, on which mail goes one way only:
 
 import ctypes
 import dataclasses
-import enum
 import secrets
 import socket
 import time
-from typing import Final
+from typing import Final, NewType
 
 import msgspec
 
@@ -46,50 +45,8 @@ KEEPALIVE_OPTIONS: Final = (
 )
 
 
-class MailKind(enum.StrEnum):
-    """What a mail carries."""
-
-    ACTIVATION = "x"
-    """The input of a block, in a forward task."""
-    GRADIENT = "g"
-    """The gradient of the loss by the input of a block, in a backward task."""
-    TOTAL = "total"
-    """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
-    ROWS = "rows"
-    """What a host says about its sums before it updates its state."""
-    LINKS = "links"
-    """Bytes without a meaning, of a measurement of links."""
-    DEVICES = "devices"
-    """What a host has measured of its devices, at the same time as the others."""
-    HOST_NUMBERS = "host_numbers"
-    """Small arrays of a host that are added up over all, in a world that can form no collective."""
-    PROGRESS = "progress"
-    """What a host says about its tasks when a step goes on in another generation."""
-    STATE = "state"
-    """Weights and optimizer state, for a host that holds them from now on, or puts the whole model together."""
-    EVALUATED = "evaluated"
-    """The input of a block, in an evaluation."""
-    TAKEN = "taken"
-    """Says that the input of a block was taken, in an evaluation: the next one may be sent."""
-    RESULTS = "results"
-    """What a host has of the loss and the metrics of an evaluation."""
-    READY = "ready"
-    """Says whether a host begins the next program of a replica on several hosts."""
-    DIGESTS = "digests"
-    """The digests of the weights that a host has."""
-    COPIES_WANTED = "copies_wanted"
-    """What each host is to hold after a change of members: they want copies of what they lack, while training goes
-    on."""
-    COPY = "copy"
-    """Weights and optimizer state of a unit that the receiver is about to hold."""
-    COPY_SUMS = "copy_sums"
-    """The gradient sums of a step with which such a copy is updated."""
-    COPIES_HERE = "copies_here"
-    """The sender has all the copies that it wanted."""
-    COPIES_STOPPED = "copies_stopped"
-    """The sender sends no more sums for copies."""
-    COPIES_DONE = "copies_done"
-    """After which step all members let the change come that copies were made for."""
+MailKind = NewType("MailKind", str)
+"""What a mail carries: a name that the room of its senders owns, and this package does not interpret."""
 
 
 class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -98,15 +55,8 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     Attributes:
         generation: generation of the routes in which the value is sent; the only part that a second copy does not
             share.
-        step: step of the state from which the value was computed; of readiness, the number of the replicas' shape; of
-            copies, the number of their request, above all steps.
-        microbatch: index of the microbatch in the step, or in the evaluation; of a part of a sum, the first of those
-            that are in it; of rows, numbers, progress, results and digests, the number of the host that says it; of
-            state, the number of the exchange in the generation; of readiness, that of the program; of copies, the step
-            of their state, or of their sums.
-        block: the block that the value enters; of sums, the number of what is summed; of a host's numbers,
-            that of the exchange in the generation; of state, the number of the unit; of readiness, the number of the
-            host that says it.
+        step: number by which old mail is told from new. The owner of the kind says what this and the two numbers that
+            follow count.
     """
 
     generation: int
@@ -117,7 +67,7 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.kind.name.lower()} of microbatch {self.microbatch} for block {self.block}, "
+            f"{self.kind} of microbatch {self.microbatch} for block {self.block}, "
             f"step {self.step}, generation {self.generation}"
         )
 

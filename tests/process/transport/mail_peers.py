@@ -141,7 +141,7 @@ def key(
     *,
     generation: int = 1,
     step: int = 0,
-    kind: MailKind = MailKind.ACTIVATION,
+    kind: MailKind = MailKind("x"),
     block: int = 0,
 ) -> MailKey:
     """Return a key."""
@@ -150,7 +150,7 @@ def key(
 
 def fields(of: MailKey) -> list:
     """Return a key as an order has it."""
-    return [of.generation, of.step, of.kind.value, of.microbatch, of.block]
+    return [of.generation, of.step, of.kind, of.microbatch, of.block]
 
 
 def make_bytes(length: int, seed: int) -> bytes:

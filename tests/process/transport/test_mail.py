@@ -49,7 +49,7 @@ def test_values_of_any_size_arrive_unchanged_in_both_directions(secured, tmp_pat
             own.send(peer.name, make_mail(key(number), length, number))
             found = peer.ask("take", key=fields(key(number)), sender="h0")
             assert (found["length"], found["crc"]) == (length, crc(make_mail(key(), length, number)))
-            back = key(number, kind=MailKind.GRADIENT)
+            back = key(number, kind=MailKind("back"))
             peer.ask("send", to="h0", key=fields(back), length=length, seed=number)
             mail = own.take(back, "h1")
             assert (crc(mail), mail.dtype, mail.shape) == (found["crc"], "float32", (length // 4,))
