@@ -1,5 +1,6 @@
 """The asyncio server: handlers are coroutines and async generators."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -218,7 +219,9 @@ class Server:
         async def welcome(request: Introduction, peer: str, path: str) -> Welcome:
             proof = self._gate.welcome(request, peer, path)
             # Under TLS the client has compared the address with our certificate.
-            if self._credentials.tls is None and not await is_own_address(request.address, self.address):
+            if self._credentials.tls is None and not await asyncio.to_thread(
+                is_own_address, request.address, self.address
+            ):
                 raise PeerUnreachable(
                     f"the server at {self.address} was called as {request.address}, which is no address of its machine "
                     "and this port. Call it by one, or encrypt with --tls: then the name of its certificate counts"

@@ -1,6 +1,5 @@
 """The address of a server: parsing and binding, with the reason why it cannot be bound."""
 
-import asyncio
 import errno
 import ipaddress
 import socket
@@ -72,11 +71,11 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-async def is_own_address(called: str, own: str) -> bool:
+def is_own_address(called: str, own: str) -> bool:
     """Return whether a client that has called an address has reached this server, and nobody between them.
 
     That is so at an address of this machine with the server's port. On loopback any port will do: who forwards from
-    there is on the client's own machine (`ssh -L`, `kubectl port-forward`).
+    there is on the client's own machine (`ssh -L`, `kubectl port-forward`). This may wait for a name server.
 
     Args:
         called: "host:port", as the client has called.
@@ -86,7 +85,7 @@ async def is_own_address(called: str, own: str) -> bool:
         return True
     try:
         (host, port), (_, own_port) = parse_address(called), parse_address(own)
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except (ConfigError, OSError, UnicodeError):
         return False
     return all(

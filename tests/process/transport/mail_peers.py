@@ -136,12 +136,15 @@ def running(*names: str, token: str = TOKEN, folder: str = "") -> Iterator[list[
     assert {name: code for name, code in codes.items() if code not in (0, -signal.SIGKILL)} == {}
 
 
+KIND = MailKind("x")
+
+
 def key(
     microbatch: int = 0,
     *,
     generation: int = 1,
     step: int = 0,
-    kind: MailKind = MailKind("x"),
+    kind: MailKind = KIND,
     block: int = 0,
 ) -> MailKey:
     """Return a key."""
