@@ -10,8 +10,6 @@ from resilient_jax.transport.method import Method
 from resilient_jax.transport.peer_channel import PeerChannel
 from resilient_jax.transport.peer_server import PeerServer
 from resilient_jax.transport.server import Server
-from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.transport.sync_server import SyncServer
 
 __all__ = [
     "Channel",
@@ -20,7 +18,5 @@ __all__ = [
     "PeerChannel",
     "PeerServer",
     "Server",
-    "SyncChannel",
-    "SyncServer",
     "TlsFiles",
 ]

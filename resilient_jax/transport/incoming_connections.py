@@ -68,7 +68,7 @@ class Visit:
         """Wait until the peer sends more; until then another peer may take the place of this one.
 
         Raises:
-            PeerUnreachable: it has, or the time is over.
+            PeerUnreachable: another peer has taken the place, or the time is over.
         """
         self._owner.mark_idle(self, is_idle=True)
         poll = select.poll()

@@ -55,8 +55,7 @@ class MailService:
             on_event: called with connections that are refused for their token.
 
         Raises:
-            ConfigError: a TLS file cannot be read.
-            OSError: the address is not of this machine.
+            ConfigError, OutOfResources, OperatorError: as `PeerServer`.
         """
         self.box = Mailbox()
         self.received = ReceivedMailCounter()

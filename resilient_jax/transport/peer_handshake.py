@@ -23,7 +23,7 @@ from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.transport.authentication import Authenticator
 from resilient_jax.transport.call_proofs import Token
-from resilient_jax.transport.server_address import is_own_address
+from resilient_jax.transport.server_address import check_own_address
 from resilient_jax.transport.socket_io import receive_frame, receive_into, send_all, send_frame
 
 NONCE_BYTES: Final = 32
@@ -120,6 +120,7 @@ def admit(
 
     Raises:
         Unauthenticated: the caller's proof is wrong.
+        PeerUnreachable: the caller has called another address.
         MessageError, OSError, EOFError: the caller does not keep to the protocol, or has gone.
     """
 
@@ -136,13 +137,12 @@ def admit(
         reason = "our proof of the job token is wrong. Every process of a job must be given the same token"
         refuse(reason, is_token=True)
         raise
-    if own_address is not None and not is_own_address(hello.address, own_address):
-        reason = (
-            f"the process at {own_address} was called as {hello.address}, which is no address of its machine and this "
-            "port. Call it by one, or encrypt with --tls: then the name of its certificate counts"
-        )
-        refuse(reason)
-        raise MessageError(reason)
+    try:
+        if own_address is not None:
+            check_own_address(hello.address, own_address)
+    except PeerUnreachable as error:
+        refuse(str(error))
+        raise
     if hello.service not in services:
         refuse(f"this is {' and '.join(services)}")
         raise MessageError(f"{peer} wants {hello.service}; found at {own_address}: {', '.join(services)}")

@@ -8,6 +8,7 @@ from resilient_jax.transport.authentication import Authenticator, OnEvent
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.incoming_connections import IncomingConnections, Visit
 from resilient_jax.transport.peer_handshake import PeerHello, admit
+from resilient_jax.transport.server_address import explain_bind_failure
 
 ADMISSION_TIMEOUT_S: Final = 10.0
 """The limit for a caller to prove itself."""
@@ -51,14 +52,18 @@ class PeerServer:
             on_event: called with connections that are refused for their token.
 
         Raises:
-            ConfigError: a TLS file cannot be read.
-            OSError: the address is not of this machine.
+            ConfigError: a TLS file cannot be read or is damaged.
+            OutOfResources: this process, or the machine, has no descriptor or memory left.
+            OperatorError: the address cannot be bound, for another reason that the message names.
         """
         self._services = services
         self._gate = Authenticator(credentials.token, on_event)
         self._is_secured = credentials.tls is not None
         self._host = host
-        self._incoming = IncomingConnections(host, credentials, self._serve, name)
+        try:
+            self._incoming = IncomingConnections(host, credentials, self._serve, name)
+        except OSError as error:
+            raise explain_bind_failure(host.strip("[]"), 0, host, credentials.tls) from error
         self.port = self._incoming.port
         self.address = f"{host}:{self.port}"
 

@@ -18,16 +18,20 @@ from resilient_jax.errors import (
     ChecksumMismatch,
     InternalError,
     MessageError,
+    OperatorError,
     PeerUnreachable,
     SnapshotMissing,
     Unauthenticated,
 )
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.framing import HEADER, encode_frame
 from resilient_jax.transport import Credentials, PeerChannel, PeerServer, incoming_connections, peer_calls
 from resilient_jax.transport import peer_channel as peer_channel_module
 from resilient_jax.transport.method import Method, ReadMethod, encode
 from resilient_jax.transport.peer_calls import CallService, MemoryAnswer, PeerRequest
 from resilient_jax.transport.peer_connection import OpenSockets, PeerConnector
+from resilient_jax.transport.peer_handshake import NONCE_BYTES, PeerChallenge, PeerWelcome
+from resilient_jax.transport.socket_io import receive_frame, send_frame
 from tests.support.authority import Authority
 from tests.support.open_descriptors import free_descriptors
 from tests.support.own_process import in_own_process
@@ -44,9 +48,13 @@ class Range(msgspec.Struct, frozen=True):
     length: int
 
 
+class Blob(msgspec.Struct):
+    data: bytes
+
+
 SERVICE = "test"
 READ = ReadMethod("read", Range)
-ECHO = Method("echo", Range, Range)
+ECHO = Method("echo", Blob, Blob)
 
 
 def serve(request):
@@ -54,9 +62,9 @@ def serve(request):
 
 
 @contextlib.contextmanager
-def serving(handler=serve, credentials=CREDENTIALS, checksum=CHECKSUM):
+def serving(handler=serve, credentials=CREDENTIALS, checksum=CHECKSUM, on_event=None):
     service = CallService({READ: handler, ECHO: lambda request: request}, checksum)
-    server = PeerServer("127.0.0.1", credentials, {SERVICE: service}, name="rj-test")
+    server = PeerServer("127.0.0.1", credentials, {SERVICE: service}, name="rj-test", on_event=on_event)
     try:
         yield server
     finally:
@@ -163,11 +171,59 @@ def test_a_client_of_another_service_is_refused_by_name():
         refuses(server, PeerUnreachable, "other at .* refuses our connection: this is test", service="other")
 
 
-def test_a_message_is_answered_with_a_message():
+def test_a_wrong_token_is_reported_once():
+    seen = []
+    with serving(on_event=lambda kind, detail: seen.append((kind, detail["peer"]))) as server:
+        for _ in range(3):
+            refuses(server, Unauthenticated, "job token", credentials=Credentials("wrong"))
+    assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, "127.0.0.1")]
+
+
+def test_a_server_that_does_not_prove_itself_gets_no_request():
+    with contextlib.ExitStack() as owned:
+        listener = owned.enter_context(socket.create_server(("127.0.0.1", 0)))
+        heard = []
+
+        def pretend():
+            with listener.accept()[0] as accepted:
+                accepted.recv(NONCE_BYTES, socket.MSG_WAITALL)
+                send_frame(accepted, PeerChallenge(bytes(NONCE_BYTES)), time.monotonic() + WAIT_S)
+                receive_frame(accepted, time.monotonic() + WAIT_S)
+                send_frame(accepted, PeerWelcome(bytes(32)), time.monotonic() + WAIT_S)
+                heard.append(accepted.recv(1))
+
+        impostor = threading.Thread(target=pretend)
+        impostor.start()
+        owned.callback(impostor.join, WAIT_S)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with PeerChannel(address, CREDENTIALS, SERVICE) as channel, pytest.raises(Unauthenticated):
+            read(channel, 0, 8)
+    assert heard == [b""]
+
+
+def test_a_message_of_8_mib_is_answered_with_one():
     with serving() as server, channel_to(server) as channel:
-        assert channel.call(ECHO, Range(1, 2), timeout_s=WAIT_S) == Range(1, 2)
+        blob = Blob(os.urandom(8 * 2**20))
+        assert channel.call(ECHO, blob, timeout_s=WAIT_S) == blob
+
+
+def test_a_request_that_is_none_of_the_service_is_refused_and_the_connection_is_reused():
+    with serving() as server, channel_to(server) as channel:
         with pytest.raises(MessageError, match="found no such method"):
-            channel.call(Method("other", Range, Range), Range(1, 2), timeout_s=WAIT_S)
+            channel.call(Method("other", Blob, Blob), Blob(b""), timeout_s=WAIT_S)
+        with pytest.raises(MessageError, match=r"Object missing required field `data`"):
+            channel.call(Method("echo", Range, Blob), Range(1, 2), timeout_s=WAIT_S)
+        with pytest.raises(MessageError, match=r"the answer of .* to echo does not decode as Range"):
+            channel.call(Method("echo", Blob, Range), Blob(b""), timeout_s=WAIT_S)
+        assert channel.call(ECHO, Blob(b"x"), timeout_s=WAIT_S) == Blob(b"x")
+        assert threads_of_servers().count("_run") == 1
+
+
+def test_an_address_of_another_machine_is_refused_with_the_reason():
+    with pytest.raises(
+        OperatorError, match=r"cannot listen on 192\.0\.2\.1: Cannot assign requested address"
+    ):
+        PeerServer("192.0.2.1", CREDENTIALS, {}, name="rj-test")
 
 
 def test_an_impostor_that_passes_on_the_proofs_of_a_server_is_refused():
