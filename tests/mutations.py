@@ -36,7 +36,11 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "leases": ("tests/pure/store/test_session.py", "tests/jax/worker/test_guard_lease.py"),
     "store": ("tests/pure/store",),
     "watches": ("tests/pure/store", "tests/process/store/test_remote.py"),
-    "tokens": ("tests/pure/transport/test_authentication.py", "tests/process/transport/test_impostors.py"),
+    "tokens": (
+        "tests/pure/transport/test_authentication.py",
+        "tests/process/transport/test_impostors.py",
+        "tests/process/transport/test_peer_calls.py",
+    ),
     "votes": ("tests/pure/snapshot",),
     "parity": ("tests/pure/erasure", "tests/pure/snapshot"),
     "quotas": ("tests/pure/step",),
@@ -448,9 +452,23 @@ MUTATIONS: Final = (
     Mutation(
         "tokens",
         "transport/server.py",
-        "if self._credentials.tls is None and not await is_own_address(request.address, self.address):",
+        "if self._credentials.tls is None and request.address != self.address:",
         "if not self.address:",
         "a server proves itself to an impostor that passes its proofs on",
+    ),
+    Mutation(
+        "tokens",
+        "transport/peer_handshake.py",
+        "        if own_address is not None:\n",
+        "        if own_address is None:\n",
+        "a peer proves itself to an impostor that passes its proofs on",
+    ),
+    Mutation(
+        "tokens",
+        "transport/peer_handshake.py",
+        "    if not token.is_signature(_welcome_text(own, challenge.nonce), answer.proof):\n",
+        "    if not answer.proof:\n",
+        "a caller believes a peer that has not proved itself",
     ),
     # Votes on snapshots.
     Mutation(

@@ -12,9 +12,9 @@ Rules:
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -23,10 +23,10 @@ from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
-from resilient_jax.transport.method import AnyMethod, Method
+from resilient_jax.transport.method import AnyMethod, Method, ReadMethod
+from resilient_jax.transport.peer_calls import CallHandler
 
 PROGRAM_SERVICE: Final = "programs"
-CHUNK_BYTES: Final = 2**22
 MAX_WAIT_S: Final = 0.5
 """The longest wait of one request; between two requests the caller checks whether it still needs the program."""
 MAX_WAITING_REQUESTS: Final = 8
@@ -47,21 +47,20 @@ class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
 
 
-class ProgramChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of the answer: a head, then the bytes.
+class ProgramAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to a request.
 
     Attributes:
-        size: bytes of the program; -1: this host lacks the program.
+        data: the program; None: this host lacks it.
+        crc32: checksum of the program.
         holder: endpoint of a host that has the program, where the answer has no program.
         verdict: where the answer has neither program nor holder: what the claimant does.
-        data: a part of the program's bytes.
     """
 
-    size: int = 0
+    data: bytes | None = None
     crc32: int = 0
     holder: str | None = None
     verdict: Verdict | None = None
-    data: bytes = b""
 
 
 class ClaimReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +76,7 @@ class ClaimNoted(msgspec.Struct, frozen=True):
     """The answer to a report."""
 
 
-FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramChunk, is_streaming=True)
+FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramAnswer)
 REPORT_CLAIM = Method("report_claim", ClaimReport, ClaimNoted)
 
 
@@ -97,9 +96,9 @@ class ProgramDirectory(GenerationScoped):
         """Guarded by the condition."""
 
     @property
-    def handlers(self) -> dict[AnyMethod, Callable[..., object]]:
+    def handlers(self) -> dict[AnyMethod | ReadMethod[Any], CallHandler]:
         """What a server of other hosts calls."""
-        return {FETCH_PROGRAM: self.serve, REPORT_CLAIM: self.note}
+        return {FETCH_PROGRAM: self.answer, REPORT_CLAIM: self.note}
 
     def begin_generation(self, generation: Generation) -> None:
         """Drop the claims of hosts that are not members of the generation."""
@@ -126,30 +125,22 @@ class ProgramDirectory(GenerationScoped):
         """Return whether the program is here."""
         return self._find_path(key).exists()
 
-    def serve(self, request: ProgramRequest) -> Iterator[ProgramChunk]:
+    def answer(self, request: ProgramRequest) -> ProgramAnswer:
         """Answer another host: at once, or, if it has to wait, when there is news or the request's wait is over."""
-        found, head = self.answer(request)
-        yield head
-        # The head comes first, so that the receiver can detect a stream that ended early.
-        for start in range(0, len(found), CHUNK_BYTES):
-            yield ProgramChunk(data=found[start : start + CHUNK_BYTES])
-
-    def answer(self, request: ProgramRequest) -> tuple[bytes, ProgramChunk]:
-        """Return a program and the head of the answer; without a program no bytes."""
         deadline_s = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        found, head = self._answer_now(request)
+        answer = self._answer_now(request)
         # At most MAX_WAITING_REQUESTS threads of the server wait; a request beyond is answered at once, and is
         # repeated.
-        if head.verdict is not Verdict.WAIT or not self._waiters.acquire(blocking=False):
-            return found, head
+        if answer.verdict is not Verdict.WAIT or not self._waiters.acquire(blocking=False):
+            return answer
         try:
             with self._changed:
-                while head.verdict is Verdict.WAIT and (left_s := deadline_s - time.monotonic()) > 0:
+                while answer.verdict is Verdict.WAIT and (left_s := deadline_s - time.monotonic()) > 0:
                     self._changed.wait(left_s)
-                    found, head = self._answer_now(request)
+                    answer = self._answer_now(request)
         finally:
             self._waiters.release()
-        return found, head
+        return answer
 
     def note(self, report: ClaimReport) -> ClaimNoted:
         """Take in what became of a claim."""
@@ -161,20 +152,19 @@ class ProgramDirectory(GenerationScoped):
                 self._claims.renew(report.key, report.claimant.host, time.monotonic())
         return ClaimNoted()
 
-    def _answer_now(self, request: ProgramRequest) -> tuple[bytes, ProgramChunk]:
+    def _answer_now(self, request: ProgramRequest) -> ProgramAnswer:
         found = self.read(request.key)
         if found is not None:
-            return found, ProgramChunk(size=len(found), crc32=zlib.crc32(found))
+            return ProgramAnswer(data=found, crc32=zlib.crc32(found))
         claimant = request.claimant
         with self._changed:
             holder = self._claims.find_holder(request.key)
             # A holder that asks no longer has the program, such as after an eviction: it compiles again.
             if holder is not None and (claimant is None or holder != claimant.endpoint):
-                return b"", ProgramChunk(size=-1, holder=holder)
+                return ProgramAnswer(holder=holder)
             if claimant is None:
-                return b"", ProgramChunk(size=-1)
-            verdict = self._claims.claim(request.key, claimant, time.monotonic())
-        return b"", ProgramChunk(size=-1, verdict=verdict)
+                return ProgramAnswer()
+            return ProgramAnswer(verdict=self._claims.claim(request.key, claimant, time.monotonic()))
 
     def _find_path(self, key: str) -> Path:
         # The key is part of a file's path, so only a digest with a name in front is accepted from another host.

@@ -22,7 +22,7 @@ from resilient_jax.compile.program_exchange import (
     PROGRAM_SERVICE,
     REPORT_CLAIM,
     ClaimReport,
-    ProgramChunk,
+    ProgramAnswer,
     ProgramDirectory,
     ProgramRequest,
 )
@@ -30,8 +30,7 @@ from resilient_jax.errors import ChecksumMismatch, ResilientJaxError
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
-from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.sync_channel import SyncChannel
+from resilient_jax.transport import Credentials, PeerChannel
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class ProgramFetcher(GenerationScoped):
         self._peers: tuple[ProgramPeer, ...] = ()
         self._claims: dict[int, tuple[str, ProgramPeer, Claimant]] = {}
         """By thread: the key that it compiles, the owner, and the host that claimed it."""
-        self._channels: dict[str, SyncChannel] = {}
+        self._channels: dict[str, PeerChannel] = {}
         """Guarded by the lock, as all above."""
         self._renewing: threading.Thread | None = None
 
@@ -138,11 +137,10 @@ class ProgramFetcher(GenerationScoped):
                 if me is not None and patience
                 else None
             )
-            found, head = self._ask(owner, ProgramRequest(key=key, claimant=claimant, wait_s=wait_s))
-            if head.holder is not None:
-                found = self._read_from_holder(head.holder, key)
-            if found or head.verdict is not Verdict.WAIT:
-                if claimant is not None and head.verdict is Verdict.COMPILE:
+            answer = self._ask(owner, ProgramRequest(key=key, claimant=claimant, wait_s=wait_s))
+            found = answer.data if answer.holder is None else self._read_from_holder(answer.holder, key)
+            if found or answer.verdict is not Verdict.WAIT:
+                if claimant is not None and answer.verdict is Verdict.COMPILE:
                     self._hold_claim(key, owner, claimant)
                 return found
             # An early answer means that the owner had no thread left to wait on.
@@ -168,47 +166,40 @@ class ProgramFetcher(GenerationScoped):
                 return Claimant(host=self._host, generation=self._generation, endpoint=peer.endpoint)
         return None
 
-    def _ask(self, owner: ProgramPeer, request: ProgramRequest) -> tuple[bytes | None, ProgramChunk]:
-        """Return the program, if the owner has it, and the head of its answer, which is empty if the owner is gone."""
+    def _ask(self, owner: ProgramPeer, request: ProgramRequest) -> ProgramAnswer:
+        """Return the owner's answer, which is empty if the owner is gone."""
         assert self._directory is not None, "checked by `fetch`"
         if owner.host == self._host:
-            found, head = self._directory.answer(request)
-            return (found if head.size >= 0 else None), head
+            return self._directory.answer(request)
         try:
             return self._request(owner.endpoint, request)
         except ResilientJaxError as error:
             self._on_failure(owner.host, str(error))
-            return None, ProgramChunk(size=-1)
+            return ProgramAnswer()
 
     def _read_from_holder(self, endpoint: str, key: str) -> bytes | None:
         try:
-            found, _ = self._request(endpoint, ProgramRequest(key=key))
+            return self._request(endpoint, ProgramRequest(key=key)).data
         except ResilientJaxError as error:
             with self._lock:
                 names = [peer.host for peer in self._peers if peer.endpoint == endpoint]
             self._on_failure(names[0] if names else HostName(endpoint), str(error))
             return None
-        return found
 
-    def _request(self, endpoint: str, request: ProgramRequest) -> tuple[bytes | None, ProgramChunk]:
+    def _request(self, endpoint: str, request: ProgramRequest) -> ProgramAnswer:
         timeout_s = request.wait_s + REQUEST_TIMEOUT_S
-        channel = self._connect(endpoint)
-        parts = channel.stream(PROGRAM_SERVICE, FETCH_PROGRAM, request, timeout_s=timeout_s)
-        head = next(parts, ProgramChunk(size=-1))
-        if head.size < 0:
-            return None, head
-        found = b"".join(part.data for part in parts)
-        if len(found) != head.size or zlib.crc32(found) != head.crc32:
+        answer = self._connect(endpoint).call(FETCH_PROGRAM, request, timeout_s=timeout_s)
+        if answer.data is not None and (found := zlib.crc32(answer.data)) != answer.crc32:
             raise ChecksumMismatch(
-                f"program {request.key} from {endpoint}: found {len(found)} bytes with CRC-32 "
-                f"{zlib.crc32(found):08x}, expected {head.size} with {head.crc32:08x}; it is compiled here instead"
+                f"program {request.key} from {endpoint}: found {len(answer.data)} bytes with CRC-32 {found:08x}, "
+                f"expected {answer.crc32:08x}; it is compiled here instead"
             )
-        return found, head
+        return answer
 
-    def _connect(self, endpoint: str) -> SyncChannel:
+    def _connect(self, endpoint: str) -> PeerChannel:
         with self._lock:
             if endpoint not in self._channels:
-                self._channels[endpoint] = SyncChannel(endpoint, self._credentials)
+                self._channels[endpoint] = PeerChannel(endpoint, self._credentials, PROGRAM_SERVICE)
             return self._channels[endpoint]
 
     def _report(self, owner: ProgramPeer, report: ClaimReport) -> None:
@@ -217,8 +208,7 @@ class ProgramFetcher(GenerationScoped):
             self._directory.note(report)
             return
         try:
-            channel = self._connect(owner.endpoint)
-            channel.call(PROGRAM_SERVICE, REPORT_CLAIM, report, timeout_s=REQUEST_TIMEOUT_S)
+            self._connect(owner.endpoint).call(REPORT_CLAIM, report, timeout_s=REQUEST_TIMEOUT_S)
         except ResilientJaxError as error:
             # The claim expires; a host that waits then compiles the program, too.
             logger.debug("reporting a claim to %s: %s", owner.host, error)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_mail import TOTAL_MAIL, StepMail
 from resilient_jax.pipeline.step_sums import PieceSum, StepSums
 from resilient_jax.pipeline.sum_pieces import SumLayout, SumPiece
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
@@ -32,7 +32,6 @@ from resilient_jax.step.running_total import (
     read_total,
     start_total,
 )
-from resilient_jax.transport.mail_protocol import MailKind
 
 RUNNING_TOTAL = -1
 """The number of the running total among the parts of `Contributions`: it is the only one."""
@@ -152,7 +151,7 @@ class BlockSums:
         if self._host in firsts:
             # A key has no sender: the first microbatch, which no other contribution has, says which one this is.
             data = mail.pack(jax.tree.leaves(self._contributions[piece.number].parts[RUNNING_TOTAL].total))
-            key = mail.make_key(MailKind.TOTAL, firsts[self._host], piece.number)
+            key = mail.make_key(TOTAL_MAIL, firsts[self._host], piece.number)
             for host in sorted(layout.list_receivers(piece) - {self._host}):
                 mail.send(host, key, data)
 
@@ -164,7 +163,7 @@ class BlockSums:
             if host == self._host:
                 totals.append(contributions.parts[RUNNING_TOTAL].total)
                 continue
-            key = mail.make_key(MailKind.TOTAL, first, piece.number)
+            key = mail.make_key(TOTAL_MAIL, first, piece.number)
             received = jax.tree.unflatten(
                 jax.tree.structure(like), mail.take_arrays(host, key, jax.tree.leaves(like))
             )

@@ -7,6 +7,19 @@ import msgspec
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.message_decoding import decode_message
+from resilient_jax.transport.mail_protocol import MailKind
+
+COPIES_WANTED_MAIL: Final = MailKind("copies_wanted")
+"""What each host is to hold after a change of members: they want copies of what they lack, while training goes
+on."""
+COPY_MAIL: Final = MailKind("copy")
+"""Weights and optimizer state of a unit that the receiver is about to hold."""
+COPY_SUMS_MAIL: Final = MailKind("copy_sums")
+"""The gradient sums of a step with which such a copy is updated."""
+COPIES_HERE_MAIL: Final = MailKind("copies_here")
+"""The sender has all the copies that it wanted."""
+COPIES_STOPPED_MAIL: Final = MailKind("copies_stopped")
+"""The sender sends no more sums for copies."""
 
 ANY_STEP: Final = 2**62
 """In the keys of this mail a step is at least so much: what is finished with a step is refused, and hosts differ in

@@ -14,6 +14,9 @@ from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.step.link_speed import REPEATS
 from resilient_jax.transport.mail_protocol import MailKind
 
+LINKS_MAIL: Final = MailKind("links")
+"""Bytes without a meaning, of a measurement of links."""
+
 WARM_UPS: Final = 1
 """Exchanges that do not count: after them both ends of a pair begin the next one at the same time."""
 
@@ -57,8 +60,8 @@ class MailExchanges:
     def _exchange(self, partner: int, number: int) -> float:
         peer = self._hosts[partner]
         began_s = time.monotonic()
-        self._mail.send(peer, self._mail.make_key(MailKind.LINKS, number, self._own), self._data)
-        self._mail.take_bytes(peer, self._mail.make_key(MailKind.LINKS, number, partner))
+        self._mail.send(peer, self._mail.make_key(LINKS_MAIL, number, self._own), self._data)
+        self._mail.take_bytes(peer, self._mail.make_key(LINKS_MAIL, number, partner))
         return time.monotonic() - began_s
 
 

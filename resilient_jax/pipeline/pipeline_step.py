@@ -51,6 +51,11 @@ from resilient_jax.step.contributions import FIRST_MICROBATCH
 from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.transport.mail_protocol import MailKind
 
+ROWS_MAIL: Final = MailKind("rows")
+"""What a host says about its sums before it updates its state."""
+PROGRESS_MAIL: Final = MailKind("progress")
+"""What a host says about its tasks when a step goes on in another generation."""
+
 CLOSE_TIMEOUT_S: Final = 5.0
 ReadStep = Callable[[int, int], tuple[Any, Any]]
 """Returns batch and random key of a step and microbatch: a pure function."""
@@ -281,7 +286,7 @@ class PipelineWorker:
         # Hosts may be at different steps, and mail of a finished step is refused: this mail is of no step.
         any_step = dataclasses.replace(self.make_mail(), step=PROGRESS_STEP)
         hosts = self._require_generation().hosts
-        told = any_step.make_exchange(hosts, self.host, MailKind.PROGRESS).gather_by_host(mine)
+        told = any_step.make_exchange(hosts, self.host, PROGRESS_MAIL).gather_by_host(mine)
         # Of those that are furthest: one that has just been sent its state may not know the table.
         furthest = max(told.values(), key=lambda progress: (progress.step, progress.table is not None))
         # Whoever was in the last generation is one step behind at most: to commit a step takes the rows of all hosts,
@@ -415,7 +420,7 @@ class PipelineWorker:
         axes = tuple(self._sums.sharding.mesh.shape.values())
         rows = make_rows(sums, gradients, config.num_microbatches, report, axes)
         hosts = self._require_generation().hosts
-        rows_by_host = mail.make_exchange(hosts, self.host, MailKind.ROWS).gather_by_host(rows)
+        rows_by_host = mail.make_exchange(hosts, self.host, ROWS_MAIL).gather_by_host(rows)
         table = make_table(rows_by_host, config.num_microbatches)
         before_update(table)  # first: of numbers that are not finite it says so
         self._commit(table, gradients)

@@ -14,9 +14,12 @@ import msgspec
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.copy_requests import ANY_STEP, CopyRequest
+from resilient_jax.pipeline.copy_requests import ANY_STEP, COPIES_HERE_MAIL, COPIES_WANTED_MAIL, CopyRequest
 from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+
+COPIES_DONE_MAIL: Final = MailKind("copies_done")
+"""After which step all members let the change come that copies were made for."""
 
 NO_DATA: Final = memoryview(b"")
 
@@ -83,7 +86,7 @@ class PlannedCopies:
         asked = {host: tuple(sorted(units)) for host, units in sorted(wanted.items())}
         request = CopyRequest(host=self._own, addresses=dict(addresses), wanted=asked, number=number)
         data = memoryview(msgspec.msgpack.encode(request))
-        self._send(wanted, MailKey(self._generation, ANY_STEP + number, MailKind.COPIES_WANTED, 0, 0), data)
+        self._send(wanted, MailKey(self._generation, ANY_STEP + number, COPIES_WANTED_MAIL, 0, 0), data)
 
     def pass_commit(self, step: int) -> int | None:
         """Return the number of the change that all members let come now; None: none comes.
@@ -94,10 +97,10 @@ class PlannedCopies:
         if self._change is not None and self._is_ready(self._change):
             change, self._change = self._change, None
             key = MailKey(
-                self._generation, ANY_STEP + change.number, MailKind.COPIES_DONE, microbatch=step + 1, block=0
+                self._generation, ANY_STEP + change.number, COPIES_DONE_MAIL, microbatch=step + 1, block=0
             )
             self._send(change.hosts, key, NO_DATA)
-        while (mail := self._service.box.try_take_kind(MailKind.COPIES_DONE)) is not None:
+        while (mail := self._service.box.try_take_kind(COPIES_DONE_MAIL)) is not None:
             self._allowed = mail.key.step - ANY_STEP, mail.key.microbatch
         if self._allowed is None or step < self._allowed[1]:
             return None
@@ -109,7 +112,7 @@ class PlannedCopies:
         has_all = True
         about = ANY_STEP + change.number
         box = self._service.box
-        while (mail := box.try_take_kind(MailKind.COPIES_HERE, lambda key: key.step == about)) is not None:
+        while (mail := box.try_take_kind(COPIES_HERE_MAIL, lambda key: key.step == about)) is not None:
             host = HostName(bytes(mail.data).decode())
             has_all = has_all and bool(host)
             change.missing.discard(host)

@@ -31,6 +31,13 @@ from resilient_jax.sharding.stage_sharding import StageSharding, make_single_dev
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.transport.mail_protocol import MailKey, MailKind
 
+EVALUATED_MAIL: Final = MailKind("evaluated")
+"""The input of a block, in an evaluation."""
+TAKEN_MAIL: Final = MailKind("taken")
+"""Says that the input of a block was taken, in an evaluation: the next one may be sent."""
+RESULTS_MAIL: Final = MailKind("results")
+"""What a host has of the loss and the metrics of an evaluation."""
+
 MAX_IN_FLIGHT: Final = 4
 """Of values that one stage has sent and the next has not taken: enough to hide that stages take unequal times."""
 
@@ -106,7 +113,7 @@ class StageEvaluation:
         # Other replicas may still have many microbatches to compute, each of which may take as long as one wait.
         patient = dataclasses.replace(mail, wait_timeout_s=mail.wait_timeout_s * max(1, len(routes)))
         with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts, as in a sum
-            exchange = patient.make_exchange(hosts, self.host, MailKind.RESULTS)
+            exchange = patient.make_exchange(hosts, self.host, RESULTS_MAIL)
             told = exchange.gather(HostResults(tuple(found)))
         return sum_results([one for results in told for one in results.found])
 
@@ -139,10 +146,10 @@ class StageEvaluation:
         if block == 0:
             return ()
         sender = next(hop.host for hop in route.hops if hop.end_block == block)
-        key = mail.make_key(MailKind.EVALUATED, route.microbatch, block)
+        key = mail.make_key(EVALUATED_MAIL, route.microbatch, block)
         with worker_activity.task(WorkerTask.SUM):  # a wait for another host, as in a sum
             received = mail.take_arrays(sender, key, self.blocks[block].x)
-        mail.send_message(sender, mail.make_key(MailKind.TAKEN, route.microbatch, block), _Taken())
+        mail.send_message(sender, mail.make_key(TAKEN_MAIL, route.microbatch, block), _Taken())
         return self.sharding.place_values(received)
 
     def _send(
@@ -158,8 +165,8 @@ class StageEvaluation:
             confirming, key = sent[0]
             with worker_activity.task(WorkerTask.SUM):
                 mail.take_message(confirming, key, _Taken)
-        mail.send(receiver, mail.make_key(MailKind.EVALUATED, route.microbatch, block), pack_arrays(values))
-        sent.append((receiver, mail.make_key(MailKind.TAKEN, route.microbatch, block)))
+        mail.send(receiver, mail.make_key(EVALUATED_MAIL, route.microbatch, block), pack_arrays(values))
+        sent.append((receiver, mail.make_key(TAKEN_MAIL, route.microbatch, block)))
 
 
 def sum_results(found: Sequence[MicrobatchResults]) -> dict[str, np.float32]:

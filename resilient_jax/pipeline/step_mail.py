@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import jax
 import msgspec
@@ -17,11 +17,20 @@ from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.transport.received_mail import ReceivedMailCounter
 
+ACTIVATION_MAIL: Final = MailKind("activation")
+"""The input of a block, in a forward task."""
+GRADIENT_MAIL: Final = MailKind("gradient")
+"""The gradient of the loss by the input of a block, in a backward task."""
+TOTAL_MAIL: Final = MailKind("total")
+"""A part of a block's gradient sums: of some microbatches, of which the key has the first."""
+STEP_MAIL: Final = frozenset({ACTIVATION_MAIL, GRADIENT_MAIL, TOTAL_MAIL})
+"""What every ordinary step sends. States and evaluations come now and then, and are larger."""
+
 MessageT = TypeVar("MessageT")
 
 MAIL_KINDS = {
-    BoundaryKind.ACTIVATION: MailKind.ACTIVATION,
-    BoundaryKind.GRADIENT: MailKind.GRADIENT,
+    BoundaryKind.ACTIVATION: ACTIVATION_MAIL,
+    BoundaryKind.GRADIENT: GRADIENT_MAIL,
 }
 
 

@@ -32,6 +32,11 @@ from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.copy_deliveries import CopyDelivery
 from resilient_jax.pipeline.copy_requests import (
     ANY_STEP,
+    COPIES_HERE_MAIL,
+    COPIES_STOPPED_MAIL,
+    COPIES_WANTED_MAIL,
+    COPY_MAIL,
+    COPY_SUMS_MAIL,
     MAX_GENERATIONS,
     REQUEST_BITS,
     CopyRequest,
@@ -163,7 +168,7 @@ class UnitCopies:
         )
         self._about = self._request.about
         for host in sorted(addresses):
-            self._tell(host, MailKind.COPIES_WANTED, msgspec.msgpack.encode(self._request))
+            self._tell(host, COPIES_WANTED_MAIL, msgspec.msgpack.encode(self._request))
 
     def wait(
         self,
@@ -182,7 +187,7 @@ class UnitCopies:
         while True:
             check()
             while (
-                mail := box.try_take_kind(MailKind.COPIES_HERE, lambda key: key.step == self._about)
+                mail := box.try_take_kind(COPIES_HERE_MAIL, lambda key: key.step == self._about)
             ) is not None:
                 missing.discard(HostName(bytes(mail.data).decode()))
                 since_s = time.monotonic()
@@ -192,12 +197,12 @@ class UnitCopies:
                 # The change gives members other units, too: nothing moves then only if all have their copies.
                 if self._wanted <= self._copies.keys() and not missing:
                     for host in sorted(members):
-                        self._tell(host, MailKind.COPIES_HERE, self._own.encode())
+                        self._tell(host, COPIES_HERE_MAIL, self._own.encode())
                     return True
             except ResilientJaxError:  # a member is lost, or sends what does not fit
                 since_s = float("-inf")
             is_late = time.monotonic() - since_s > PATIENCE_S
-            if is_late or self._was_told(MailKind.COPIES_STOPPED) or is_over():
+            if is_late or self._was_told(COPIES_STOPPED_MAIL) or is_over():
                 self.drop()
                 return False
             box.wait_for_more(CHECK_INTERVAL_S)
@@ -223,7 +228,7 @@ class UnitCopies:
         if not own <= committed.sums.keys():
             return  # of the generation before: the hosts agree on a step, and units have not moved yet
         try:
-            while (mail := self._service.box.try_take_kind(MailKind.COPIES_WANTED)) is not None:
+            while (mail := self._service.box.try_take_kind(COPIES_WANTED_MAIL)) is not None:
                 self._accept(read_request(mail.data), hosts, holders)
             request, delivery = self._request, self._delivery
             if request is None or delivery is None:
@@ -236,7 +241,7 @@ class UnitCopies:
             self._take()
             if self._wanted <= self._copies.keys() and is_sent and not self._has_told:
                 self._has_told = True
-                self._tell(request.host, MailKind.COPIES_HERE, self._own.encode())
+                self._tell(request.host, COPIES_HERE_MAIL, self._own.encode())
         except ResilientJaxError:  # a receiver is lost: the units move when the members change, if they do
             self.stop()
 
@@ -285,7 +290,7 @@ class UnitCopies:
             self._begin_packing(delivery, committed.step)
             return
         # Of a planned change this mail is for `PlannedCopies`, which counts the hosts that have their copies.
-        if not request.is_planned and self._was_told(MailKind.COPIES_HERE):
+        if not request.is_planned and self._was_told(COPIES_HERE_MAIL):
             delivery.idle_since_s = now_s
         elif delivery.idle_since_s is not None:
             delivery.idle_steps += 1
@@ -302,7 +307,7 @@ class UnitCopies:
                 )
         if delivery.sums_bytes > delivery.max_sums_bytes:
             # The first member waits for this host no more, and lets the change come.
-            self._tell(request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
+            self._tell(request.host, COPIES_HERE_MAIL, NO_COPIES, number=1)
 
     def _begin_packing(self, delivery: CopyDelivery, step: int) -> None:
         # Beside training, which calls `wait_until_packed` before it donates the memory of these arrays.
@@ -314,7 +319,7 @@ class UnitCopies:
                 # JAX makes the list of shards at the first read; two threads must not do that at once.
                 _ = leaf.addressable_shards
             receivers = [move.receiver for move in delivery.moves if move.unit == unit]
-            key = MailKey(self.generation, self._about, MailKind.COPY, step, unit)
+            key = MailKey(self.generation, self._about, COPY_MAIL, step, unit)
             futures.append(self._packer.submit(_send_packed, self._service, receivers, key, leaves))
         self._packing = tuple(futures)
 
@@ -326,7 +331,7 @@ class UnitCopies:
         names = describe_sums(self._state.units[unit], self._facts.changed)
         data = pack_arrays([numbers, *(sums[name] for name in names)])
         # Keyed by the step of the copy that they update, so a copy asks for the next sums by its own step.
-        key = self._make_key(MailKind.COPY_SUMS, committed.step - 1, unit)
+        key = self._make_key(COPY_SUMS_MAIL, committed.step - 1, unit)
         for move in delivery.moves:
             if move.unit == unit:
                 self._service.send(move.receiver, _make_mail(key, data))
@@ -339,7 +344,7 @@ class UnitCopies:
         box, has_come = self._service.box, False
         if self._request is None:
             return False
-        while (mail := box.try_take_kind(MailKind.COPY, lambda key: key.step == self._about)) is not None:
+        while (mail := box.try_take_kind(COPY_MAIL, lambda key: key.step == self._about)) is not None:
             unit, step, has_come = mail.key.block, mail.key.microbatch, True
             leaves, structure = jax.tree.flatten(self._shapes[unit])
             # A copy: each array would keep the one buffer in which all of them have arrived.
@@ -349,7 +354,7 @@ class UnitCopies:
                 self._copies[unit] = _Copy(step, state)
         # A state takes longer to pack than sums: those of several steps may have come before it.
         for unit, copy in self._copies.items():
-            while (mail := box.try_take(self._make_key(MailKind.COPY_SUMS, copy.step, unit))) is not None:
+            while (mail := box.try_take(self._make_key(COPY_SUMS_MAIL, copy.step, unit))) is not None:
                 self._update(unit, copy, mail)
                 has_come = True
         return has_come
@@ -379,7 +384,7 @@ class UnitCopies:
             except ResilientJaxError:  # a host sends what does not fit
                 self._wanted, self._copies = frozenset(), {}
             is_late = (
-                time.monotonic() > deadline_s or not has_all_hosts or self._was_told(MailKind.COPIES_STOPPED)
+                time.monotonic() > deadline_s or not has_all_hosts or self._was_told(COPIES_STOPPED_MAIL)
             )
             # What others are to have of this host must be packed, too: `drop` ends the thread that sends it.
             has_all = self._wanted <= self._copies.keys() and all(
@@ -409,10 +414,10 @@ class UnitCopies:
         if self._request is not None and self._delivery is not None:
             if self._request.is_planned:
                 with contextlib.suppress(ResilientJaxError):
-                    self._tell(self._request.host, MailKind.COPIES_HERE, NO_COPIES, number=1)
+                    self._tell(self._request.host, COPIES_HERE_MAIL, NO_COPIES, number=1)
             for host in sorted({self._request.host, *(move.receiver for move in self._delivery.moves)}):
                 with contextlib.suppress(ResilientJaxError):
-                    self._tell(host, MailKind.COPIES_STOPPED)
+                    self._tell(host, COPIES_STOPPED_MAIL)
         self.drop()
 
     def drop(self, wait_s: float = 0.0) -> None:
@@ -422,7 +427,7 @@ class UnitCopies:
             wait_s: for how long to wait for what is being packed: until then a thread has arrays on devices.
         """
         self._request, self._delivery, self._wanted, self._copies = None, None, frozenset(), {}
-        for kind in (MailKind.COPY, MailKind.COPY_SUMS):
+        for kind in (COPY_MAIL, COPY_SUMS_MAIL):
             while self._service.box.try_take_kind(kind, lambda key: key.step == self._about) is not None:
                 continue
         if self._packer is not None:

@@ -6,7 +6,7 @@ model, which must then fit its memory.
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -15,6 +15,9 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.transport.mail_protocol import MailKind
+
+STATE_MAIL: Final = MailKind("state")
+"""Weights and optimizer state, for a host that holds them from now on, or puts the whole model together."""
 
 Tree = Any
 """The state of a unit, or another pytree of arrays."""
@@ -84,7 +87,7 @@ def exchange_units(
     for unit in sorted({move.unit for move in moves if move.sender == own}):
         mail.check()  # to pack all of a model takes a while
         if arrays := jax.tree.leaves(held[unit]):
-            data, key = pack_arrays(arrays), mail.make_key(MailKind.STATE, number, unit)
+            data, key = pack_arrays(arrays), mail.make_key(STATE_MAIL, number, unit)
             for move in moves:
                 if (move.unit, move.sender) == (unit, own):
                     mail.send(move.receiver, key, data)
@@ -92,7 +95,7 @@ def exchange_units(
     for move in moves:
         if move.receiver == own:
             leaves, structure = jax.tree.flatten(shapes[move.unit])
-            key = mail.make_key(MailKind.STATE, number, move.unit)
+            key = mail.make_key(STATE_MAIL, number, move.unit)
             arrived = mail.take_arrays(move.sender, key, leaves) if leaves else ()
             found[move.unit] = structure.unflatten(arrived)
     return dict(sorted(found.items()))

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -11,6 +12,9 @@ from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.state.array_digest import add_array
 from resilient_jax.transport.mail_protocol import MailKind
+
+DIGESTS_MAIL: Final = MailKind("digests")
+"""The digests of the weights that a host has."""
 
 
 class WeightDigests(msgspec.Struct, frozen=True):
@@ -40,7 +44,7 @@ def digest_weights(
         InternalError: two hosts have other bits of one weight.
     """
     mine = {name: digest_weight(value) for state in states.values() for name, value in state.weights.items()}
-    told = mail.make_exchange(hosts, own, MailKind.DIGESTS).gather_by_host(WeightDigests(mine))
+    told = mail.make_exchange(hosts, own, DIGESTS_MAIL).gather_by_host(WeightDigests(mine))
     found: dict[str, tuple[HostName, str]] = {}
     for host in hosts:
         for name, digest in told[host].digests.items():

@@ -1,7 +1,7 @@
 """The messages of a snapshot server: with its agent, with its host's worker, and between servers.
 
-Between servers (gRPC, service `snapshot`) every call is idempotent, so it may be repeated. On the connections with
-agent and worker (socket pairs, one frame for each message) descriptors travel with the frame that mentions them.
+Between servers (peer calls, service `snapshot`) every call is idempotent, so it may be repeated. On the connections
+with agent and worker (socket pairs, one frame for each message) descriptors travel with the frame that mentions them.
 """
 
 import enum
@@ -14,7 +14,7 @@ from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, Snapsho
 from resilient_jax.protocol.worker_messages import EventOccurred
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.transport import Method
+from resilient_jax.transport.method import Method, ReadMethod
 
 SERVICE = "snapshot"
 
@@ -205,19 +205,8 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class BulkAddressRequest(msgspec.Struct, frozen=True):
-    """Ask for the address of the server's `BulkServer`."""
-
-
-class BulkAddressReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The port of the server's `BulkServer` on the same host, and the ticket that authenticates a client there."""
-
-    port: int
-    ticket: bytes
-
-
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask the bulk server for bytes of the host's own part, or of a parity chunk that it keeps.
+    """Ask for bytes of the host's own part, or of a parity chunk that it keeps.
 
     Attributes:
         offset: bytes from the start of the part or chunk.
@@ -289,7 +278,7 @@ class DropNotice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MANIFEST = Method("manifest", ManifestRequest, ManifestReply)
-BULK_ADDRESS = Method("bulk", BulkAddressRequest, BulkAddressReply)
+READ = ReadMethod("read", ReadRequest)
 PARITY = Method("parity", ParityPiece, Ack)
 COMPLETE = Method("complete", CompleteRequest, CompleteReply)
 DROPPED = Method("dropped", DropNotice, Ack)

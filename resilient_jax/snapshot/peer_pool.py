@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.messages import ReadRequest, Region
-from resilient_jax.snapshot.peer_client import PeerClient
-from resilient_jax.transport import Credentials, Method
+from resilient_jax.snapshot.messages import READ, SERVICE, ReadRequest, Region
+from resilient_jax.transport import Credentials, Method, PeerChannel
 from resilient_jax.transport.method import RequestT, ResponseT
 
 CALL_TIMEOUT_S: Final = 15.0
@@ -20,16 +19,16 @@ class PeerPool:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._lock = threading.Lock()  # guards the table
-        self._peers: dict[str, PeerClient] = {}
+        self._peers: dict[str, PeerChannel] = {}
 
     def call(self, address: str, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
-        """Call a method of a server and return the reply; raise as `PeerClient.call`."""
+        """Call a method of a server and return the reply; raise as `PeerChannel.call`."""
         return self._peer(address).call(method, request, timeout_s=CALL_TIMEOUT_S)
 
     def read_part(self, address: str, id: SnapshotId, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a part, for the caller to verify; raise as `PeerClient.read_into`."""
+        """Fill `out` with bytes of a part, for the caller to verify; raise as `PeerChannel.read_into`."""
         request = ReadRequest(id=id, region=Region.PART, offset=offset, length=len(out), verify=False)
-        self._peer(address).read_into(request, out, timeout_s=CALL_TIMEOUT_S)
+        self._peer(address).read_into(READ, request, out, timeout_s=CALL_TIMEOUT_S)
 
     def keep_only(self, addresses: Iterable[str]) -> None:
         """Close the clients of all other addresses."""
@@ -39,8 +38,8 @@ class PeerPool:
         for peer in gone:
             peer.close()
 
-    def _peer(self, address: str) -> PeerClient:
+    def _peer(self, address: str) -> PeerChannel:
         with self._lock:
             if address not in self._peers:
-                self._peers[address] = PeerClient(address, self._credentials)
+                self._peers[address] = PeerChannel(address, self._credentials, SERVICE)
             return self._peers[address]

@@ -48,10 +48,8 @@ from resilient_jax.snapshot.slot_contents import SlotContents
 from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 from resilient_jax.snapshot.worker_session import WorkerSession
 from resilient_jax.threads import start_thread_pool
-from resilient_jax.transport import Credentials, SyncServer
+from resilient_jax.transport import Credentials, PeerServer
 
-GRPC_THREADS = 8
-"""Threads that answer other servers. No call waits for another, so more would only wait for the processor."""
 MAX_WORKER_SESSIONS = 4
 """There is one worker at a time, but its session may end later than its process."""
 MAX_EXCHANGES = 6
@@ -88,25 +86,22 @@ class SnapshotServer:
         )
         self._notifier.list_statuses = self._slots.list_statuses
         self._notifier.on_dropped = self._report_drop
-        self._grpc = SyncServer(
-            f"{settings.address}:0",
-            credentials=credentials,
-            num_threads=GRPC_THREADS,
-            on_event=lambda kind, detail: self._notifier.record_event(kind, None, **detail),
-        )
-        self._service = SnapshotService(self._context, settings.address, credentials)
-        self._grpc.add(SERVICE, self._service.handlers)
         self._worker: WorkerSession | None = None
         # All threads are started now: see `threads`.
         self._sessions = start_thread_pool(MAX_WORKER_SESSIONS, "rj-snapshot-worker")
         self._exchanges = start_thread_pool(MAX_EXCHANGES, "rj-exchange")
         self._drops = start_thread_pool(MAX_DROP_NOTICES, "rj-drop")
+        self._peers = PeerServer(
+            settings.address,
+            credentials,
+            {SERVICE: SnapshotService(self._context).make_call_service()},
+            name="rj-snapshot",
+            on_event=lambda kind, detail: self._notifier.record_event(kind, None, **detail),
+        )
 
     def run(self) -> None:
         """Serve until the agent's end of the socket pair is closed."""
-        self._service.bulk.start()
-        self._grpc.start()
-        self._agent.send(ServerReady(endpoint=self._grpc.address))
+        self._agent.send(ServerReady(endpoint=self._peers.address))
         for received in self._agent:
             (descriptor,) = received.take_descriptors(1)
             self._serve_worker(Connection(descriptor, WORKER_REQUEST_DECODER))

@@ -1,4 +1,4 @@
-"""The gRPC service of a snapshot server, and its bulk reads, for other servers and for readers of snapshots."""
+"""What a snapshot server answers to other servers and to readers of snapshots."""
 
 from resilient_jax.errors import (
     CallerError,
@@ -9,14 +9,12 @@ from resilient_jax.errors import (
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.messages import (
-    BULK_ADDRESS,
     COMPLETE,
     DROPPED,
     MANIFEST,
     PARITY,
+    READ,
     Ack,
-    BulkAddressReply,
-    BulkAddressRequest,
     CommitOutcome,
     CompleteReply,
     CompleteRequest,
@@ -30,44 +28,34 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.parity_exchange import ExchangeContext
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.slot_memory import SlotPhase
-from resilient_jax.transport import BulkServer, Credentials
-from resilient_jax.transport.bulk_server import BulkResponse
-from resilient_jax.transport.method import AnyMethod
-from resilient_jax.transport.sync_server import SyncUnaryHandler
+from resilient_jax.transport.method import AnyMethod, ReadMethod
+from resilient_jax.transport.peer_calls import CallHandler, CallService, MemoryAnswer
 
 
 class SnapshotService:
-    """Answers from the present contents of the slots. No handler waits, so clients repeat their calls.
+    """Answers from the present contents of the slots. No handler waits, so clients repeat their calls."""
 
-    Attributes:
-        bulk: server of the reads; to be started together with the gRPC server.
-    """
-
-    def __init__(self, context: ExchangeContext, host: str, credentials: Credentials) -> None:
-        """Create the servers without starting them; `host` is an address of this machine."""
+    def __init__(self, context: ExchangeContext) -> None:
         self._context = context
         self._slots = context.slots
-        self.bulk = BulkServer(
-            host, credentials, ReadRequest, self.read, context.checksum, context.maybe_corrupt
-        )
 
-    @property
-    def handlers(self) -> dict[AnyMethod, SyncUnaryHandler]:
-        """The handler of each gRPC method."""
-        return {
+    def make_call_service(self) -> CallService:
+        """Return what answers the calls of peers."""
+        handlers: dict[AnyMethod | ReadMethod[ReadRequest], CallHandler] = {
             MANIFEST: self._manifest,
-            BULK_ADDRESS: self._find_bulk,
+            READ: self.read,
             PARITY: self._parity,
             COMPLETE: self._complete,
             DROPPED: self._drop,
         }
+        return CallService(handlers, self._context.checksum, self._context.maybe_corrupt)
 
     def _manifest(self, request: ManifestRequest) -> ManifestReply:
         with self._slots.changed:
             contents = self._slots.find(request.id, SlotPhase.PART)
             return ManifestReply(data=contents.read_manifest_bytes(request.host))
 
-    def read(self, request: ReadRequest) -> BulkResponse:
+    def read(self, request: ReadRequest) -> MemoryAnswer:
         """Return a view of bytes in their slot.
 
         Raises:
@@ -86,19 +74,15 @@ class SnapshotService:
                     request.row, request.offset, request.length, verify=request.verify
                 )
             # A reader that does not ask to verify has the manifest's checksums, and needs no digest of the transfer.
-            return BulkResponse(data, request.verify)
+            return MemoryAnswer(data, request.verify)
         except ValueError:  # the slot's memory was freed meanwhile
             self._check_held(contents)
             raise
         except ChecksumMismatch as error:
-            self._check_held(
-                contents
-            )  # otherwise the slot was taken meanwhile, and its bytes are not corrupt
+            # Otherwise the slot was taken meanwhile, and its bytes are not corrupt.
+            self._check_held(contents)
             self._context.listener.record_event(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
             raise
-
-    def _find_bulk(self, _: BulkAddressRequest) -> BulkAddressReply:
-        return BulkAddressReply(port=self.bulk.port, ticket=self.bulk.ticket)
 
     def _parity(self, piece: ParityPiece) -> Ack:
         self._refuse_stale(piece.id)

@@ -8,9 +8,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.snapshot.manifest import PartManifest, decode_manifest
-from resilient_jax.snapshot.messages import MANIFEST, ManifestRequest, ReadRequest, Region
-from resilient_jax.snapshot.peer_client import PeerClient
-from resilient_jax.transport import Credentials
+from resilient_jax.snapshot.messages import MANIFEST, READ, SERVICE, ManifestRequest, ReadRequest, Region
+from resilient_jax.transport import Credentials, PeerChannel
 
 MANIFEST_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 60.0
@@ -33,7 +32,7 @@ class SnapshotPeers:
         self._note = note
         self._lock = threading.Lock()
         """Guards what follows, and the order of events."""
-        self._peers: dict[HostName, PeerClient] = {}
+        self._peers: dict[HostName, PeerChannel] = {}
         self._failures: dict[HostName, str] = {}
         self._recorded: set[tuple[str, ...]] = set()
         self._closed = False
@@ -89,7 +88,7 @@ class SnapshotPeers:
             id=self._id, region=region, row=row, offset=offset, length=length, verify=verify
         )
         try:
-            self._peer(survivor).read_into(request, out, timeout_s=READ_TIMEOUT_S)
+            self._peer(survivor).read_into(READ, request, out, timeout_s=READ_TIMEOUT_S)
         except ResilientJaxError as error:
             self._record_failure(survivor, error, f"{region} {row} from {offset}")
             raise
@@ -110,10 +109,10 @@ class SnapshotPeers:
         for peer in peers:
             peer.close()
 
-    def _peer(self, survivor: HostName) -> PeerClient:
+    def _peer(self, survivor: HostName) -> PeerChannel:
         with self._lock:
             if survivor not in self._peers:
-                self._peers[survivor] = PeerClient(self._servers[survivor], self._credentials)
+                self._peers[survivor] = PeerChannel(self._servers[survivor], self._credentials, SERVICE)
                 # A client made after `close` is closed at once, so that
                 # the call it is made for fails and does not wait.
                 if self._closed:

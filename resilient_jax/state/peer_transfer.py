@@ -1,11 +1,12 @@
-"""The transfer of the committed state from a worker that has it to one that does not: streamed and verified.
+"""The transfer of the committed state from a worker that has it to one that does not: read piece by piece, verified.
 
-Nothing is unpickled: a manifest has the spec and the CRC-32 of each leaf, and the bytes of the leaves follow.
+Nothing is unpickled: a head has the spec of each leaf, and the bytes of the leaves are read in pieces, each with its
+digest.
 """
 
 import contextlib
 import threading
-import zlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 and the float8 types with numpy, by name
@@ -13,42 +14,55 @@ import msgspec
 import numpy as np
 
 from resilient_jax.compile.program_exchange import PROGRAM_SERVICE, ProgramDirectory
-from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
+from resilient_jax.errors import CallerError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatLeaf, FlatState
-from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.method import Method
-from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.transport.sync_server import SyncServer
+from resilient_jax.transport import Credentials, PeerChannel, PeerServer
+from resilient_jax.transport.method import Method, ReadMethod
+from resilient_jax.transport.peer_calls import CallService, MemoryAnswer
 
-TRANSFER_CHUNK_BYTES = 2**22
-"""Large enough to hide the overhead of a message; four in flight take 16 MiB."""
+PIECE_BYTES = 2**22
+"""Large enough to hide the overhead of a request, small enough for a check between two of them."""
 OFFER_TIMEOUT_S = 30.0
-FETCH_TIMEOUT_S = 600.0
+OFFER_WAIT_S = 0.5
+"""The longest wait of one request for an offer; between two of them the receiver checks whether it still needs it."""
+ANSWER_TIMEOUT_S = 10.0
+"""For one request. A source that is stopped answers none."""
 SERVICE = "state"
-NUM_THREADS = 16
-"""A host that waits for a program to be compiled occupies a thread; other hosts must still get the state meanwhile."""
 
 
-class FetchStateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class StateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for the state that generation `generation` continues from."""
 
     generation: GenerationNumber
 
 
-class StateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The manifest and the strings (first), then the bytes of the leaves: in the manifest's order, each in C order."""
+class StateHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The specs of the leaves, and the strings; no specs: the state is not offered yet."""
 
     step: int = 0
-    manifest: tuple[LeafSpec, ...] | None = None
-    crc32s: tuple[int, ...] = ()
+    leaves: tuple[LeafSpec, ...] | None = None
     strings: dict[str, str] = {}
-    data: bytes = b""
 
 
-FETCH_STATE = Method("fetch", FetchStateRequest, StateChunk, is_streaming=True)
+class LeafRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for bytes of a leaf, which are those of its array in C order.
+
+    Attributes:
+        leaf: index in the head's leaves.
+        offset: bytes from the start of the leaf.
+    """
+
+    generation: GenerationNumber
+    leaf: int
+    offset: int
+    length: int
+
+
+DESCRIBE_STATE = Method("describe", StateRequest, StateHead)
+READ_LEAF = ReadMethod("leaf", LeafRequest)
 
 
 class StateServer:
@@ -57,13 +71,14 @@ class StateServer:
     def __init__(
         self, host_address: str, credentials: Credentials, programs: ProgramDirectory | None = None
     ) -> None:
-        self._offered = threading.Condition()
-        self._offer: tuple[GenerationNumber, FlatState] | None = None
-        self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=NUM_THREADS)
-        self._server.add(SERVICE, {FETCH_STATE: self._fetch})
+        self._offered = threading.Condition()  # guards the attributes below
+        self._generation: GenerationNumber | None = None
+        """Of the offered state; None: no state is offered."""
+        self._head, self._views = StateHead(), list[memoryview]()
+        services = {SERVICE: CallService({DESCRIBE_STATE: self._describe, READ_LEAF: self._read})}
         if programs is not None:
-            self._server.add(PROGRAM_SERVICE, programs.handlers)
-        self._server.start()
+            services[PROGRAM_SERVICE] = CallService(programs.handlers)
+        self._server = PeerServer(host_address, credentials, services, name="rj-state")
 
     @property
     def endpoint(self) -> str:
@@ -72,46 +87,48 @@ class StateServer:
 
     def offer(self, generation: GenerationNumber, state: FlatState) -> None:
         """Serve `state`, which is in host memory, to the hosts of this generation."""
+        # This copies only what is not in C order.
+        arrays = [np.ascontiguousarray(leaf.value) for leaf in state.leaves]
+        specs = tuple(leaf.spec for leaf in state.leaves)
         with self._offered:
-            self._offer = (generation, state)
+            self._generation = generation
+            self._head = StateHead(step=state.step, leaves=specs, strings=dict(state.strings))
+            self._views = [array.reshape(-1).view(np.uint8).data for array in arrays]
             self._offered.notify_all()
 
     def withdraw(self) -> None:
         """Release the offered state, once every host has fetched it."""
         with self._offered:
-            self._offer = None
+            self._generation, self._head, self._views = None, StateHead(), []
 
     def close(self) -> None:
         """Stop the server, which ends running transfers."""
-        self._server.stop()
+        self._server.close()
 
-    def _fetch(self, request: FetchStateRequest) -> Iterator[StateChunk]:
-        state = self._wait_for_offer(request.generation)
-        # The offered state is in host memory, so this copies only what is not in C order.
-        arrays = [np.ascontiguousarray(leaf.value) for leaf in state.leaves]
-        views = [array.reshape(-1).view(np.uint8) for array in arrays]
-        yield StateChunk(
-            step=state.step,
-            strings=dict(state.strings),
-            manifest=tuple(leaf.spec for leaf in state.leaves),
-            crc32s=tuple(zlib.crc32(view.data) for view in views),
-        )
-        for view in views:
-            for start in range(0, view.size, TRANSFER_CHUNK_BYTES):
-                yield StateChunk(data=view[start : start + TRANSFER_CHUNK_BYTES].tobytes())
-
-    def _wait_for_offer(self, generation: GenerationNumber) -> FlatState:
+    def _describe(self, request: StateRequest) -> StateHead:
         with self._offered:
             # A newer offer ends the wait as well: the one that was asked for will not come any more.
             found = self._offered.wait_for(
-                lambda: self._offer is not None and self._offer[0] >= generation, OFFER_TIMEOUT_S
+                lambda: self._generation is not None and self._generation >= request.generation, OFFER_WAIT_S
             )
-            if not found or self._offer is None or self._offer[0] != generation:
-                raise PeerUnreachable(
-                    f"state of generation {generation} was requested, expected it to be offered; this worker offers "
-                    f"{'none' if self._offer is None else f'that of generation {self._offer[0]}'}"
-                )
-            return self._offer[1]
+            if not found:
+                return StateHead()
+            self._check_offered(request.generation)
+            return self._head
+
+    def _read(self, request: LeafRequest) -> MemoryAnswer:
+        with self._offered:
+            self._check_offered(request.generation)
+            if not 0 <= request.leaf < len(self._views):
+                raise CallerError(f"leaf {request.leaf}: expected one of {len(self._views)} leaves")
+            return MemoryAnswer(self._views[request.leaf][request.offset :][: request.length])
+
+    def _check_offered(self, generation: GenerationNumber) -> None:
+        if self._generation != generation:
+            raise PeerUnreachable(
+                f"state of generation {generation} was requested, expected it to be offered; this worker offers "
+                f"{'none' if self._generation is None else f'that of generation {self._generation}'}"
+            )
 
 
 class CancellableTransfer:
@@ -119,10 +136,10 @@ class CancellableTransfer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._channel: SyncChannel | None = None
+        self._channel: PeerChannel | None = None
 
     @contextlib.contextmanager
-    def use_channel(self, channel: SyncChannel) -> Iterator[SyncChannel]:
+    def use_channel(self, channel: PeerChannel) -> Iterator[PeerChannel]:
         """Make `cancel` close this channel for the duration of the context."""
         with channel:
             self._use(channel)
@@ -137,7 +154,7 @@ class CancellableTransfer:
             if self._channel is not None:
                 self._channel.close()
 
-    def _use(self, channel: SyncChannel | None) -> None:
+    def _use(self, channel: PeerChannel | None) -> None:
         with self._lock:
             self._channel = channel
 
@@ -156,7 +173,7 @@ def fetch_state(
     Args:
         first_source: index, modulo the number of sources, of the source that is tried first.
         transfer: lets another thread cancel the fetch.
-        check: called between chunks, and when a source has failed; an exception that this call raises ends the
+        check: called between pieces, and when a source has failed; an exception that this call raises ends the
             transfer.
         on_source_failed: called for each source that failed, with the error.
 
@@ -167,7 +184,7 @@ def fetch_state(
         # Receivers begin with different sources, so that these share the load.
         source = sources[(first_source + attempt) % len(sources)]
         try:
-            with transfer.use_channel(SyncChannel(source.endpoint, credentials)) as channel:
+            with transfer.use_channel(PeerChannel(source.endpoint, credentials, SERVICE)) as channel:
                 return _fetch_from(source, channel, generation, check)
         except PeerError as error:
             # A transfer that was cancelled fails like one that broke: then this raises, and the source is not blamed.
@@ -180,49 +197,32 @@ def fetch_state(
 
 
 def _fetch_from(
-    source: StateSource, channel: SyncChannel, generation: GenerationNumber, check: Callable[[], None]
+    source: StateSource, channel: PeerChannel, generation: GenerationNumber, check: Callable[[], None]
 ) -> FlatState:
-    parts = channel.stream(
-        SERVICE, FETCH_STATE, FetchStateRequest(generation=generation), timeout_s=FETCH_TIMEOUT_S
-    )
-    head = next(parts, None)
-    if head is None or head.manifest is None or len(head.manifest) != len(head.crc32s):
-        raise MessageError(f"{source.host} began its state without a manifest")
+    head, specs = _wait_for_head(source, channel, generation, check)
     leaves = []
-    reader = _ByteReader(parts, check, source)
-    for spec, expected in zip(head.manifest, head.crc32s, strict=True):
+    for number, spec in enumerate(specs):
         array = np.empty(spec.shape, np.dtype(spec.dtype))
-        view = array.reshape(-1).view(np.uint8)
-        reader.read_into(view)
-        found = zlib.crc32(view.data)
-        if found != expected:
-            raise ChecksumMismatch(
-                f"leaf {spec.path} from {source.host} has CRC-32 {found:08x}, expected {expected:08x}; the bytes were "
-                "changed on the way or in memory"
-            )
+        view = array.reshape(-1).view(np.uint8).data
+        for offset in range(0, len(view), PIECE_BYTES):
+            check()
+            piece = view[offset : offset + PIECE_BYTES]
+            request = LeafRequest(generation=generation, leaf=number, offset=offset, length=len(piece))
+            channel.read_into(READ_LEAF, request, piece, timeout_s=ANSWER_TIMEOUT_S)
         leaves.append(FlatLeaf(path=spec.path, value=array, kind=spec.kind, key_impl=spec.key_impl))
     return FlatState(step=head.step, leaves=tuple(leaves), strings=head.strings)
 
 
-class _ByteReader:
-    """Reads the data of a stream of chunks as one sequence of bytes."""
-
-    def __init__(self, parts: Iterator[StateChunk], check: Callable[[], None], source: StateSource) -> None:
-        self._parts = parts
-        self._check = check
-        self._source = source
-        self._left = memoryview(b"")
-
-    def read_into(self, target: np.ndarray) -> None:
-        filled = 0
-        while filled < target.size:
-            if not self._left:
-                self._check()
-                part = next(self._parts, None)
-                if part is None:
-                    raise MessageError(f"{self._source.host} ended its state before all leaves were sent")
-                self._left = memoryview(part.data)
-            take = min(len(self._left), target.size - filled)
-            target[filled : filled + take] = np.frombuffer(self._left[:take], np.uint8)
-            filled += take
-            self._left = self._left[take:]
+def _wait_for_head(
+    source: StateSource, channel: PeerChannel, generation: GenerationNumber, check: Callable[[], None]
+) -> tuple[StateHead, tuple[LeafSpec, ...]]:
+    deadline_s = time.monotonic() + OFFER_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        check()
+        request = StateRequest(generation=generation)
+        head = channel.call(DESCRIBE_STATE, request, timeout_s=OFFER_WAIT_S + ANSWER_TIMEOUT_S)
+        if head.leaves is not None:
+            return head, head.leaves
+    raise PeerUnreachable(
+        f"{source.host} has not offered the state of generation {generation} within {OFFER_TIMEOUT_S:g} s"
+    )

@@ -31,6 +31,9 @@ from resilient_jax.step.replicas import Replica
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
 
+READY_MAIL: Final = MailKind("ready")
+"""Says whether a host begins the next program of a replica on several hosts."""
+
 BEGINS: Final = b"begins"
 LEAVES: Final = b"leaves"
 PATIENCE_S: Final = 1.5
@@ -204,7 +207,7 @@ class ReplicaPartners:
         return MailKey(
             generation=self._generation,
             step=group.number,
-            kind=MailKind.READY,
+            kind=READY_MAIL,
             microbatch=program,
             block=sender,
         )

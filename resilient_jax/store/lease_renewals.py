@@ -2,8 +2,8 @@
 
 The threads of gRPC take the newest work first. So while strangers connect to the store's port, or call it, a renewal
 that came before them may wait there for as long as they go on, although the store itself is idle. A renewal is
-therefore a bulk read: the kernel keeps it in a socket of its own, and a thread that does nothing else answers it, in
-the store as in the agent, also while their event loops answer others.
+therefore a call between peers: the kernel keeps it in a socket of its own, and a thread that does nothing else answers
+it, in the store as in the agent, also while their event loops answer others.
 
 A client whose renewals cannot get through here, or that is one too many, renews by a call.
 """
@@ -11,25 +11,24 @@ A client whose renewals cannot get through here, or that is one too many, renews
 import asyncio
 import concurrent.futures
 import socket
-import struct
 from types import TracebackType
 from typing import Final, Self
 
-from resilient_jax.erasure import ChecksumName, choose_checksum
-from resilient_jax.errors import MessageError, PeerUnreachable
+from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.ids import LeaseId
 from resilient_jax.store.memory import MemoryStore
-from resilient_jax.store.messages import LeaseReply, LeaseRequest, RenewalPort
+from resilient_jax.store.messages import LeaseReply, LeaseRequest
 from resilient_jax.threads import start_thread_pool
-from resilient_jax.transport import BulkChannel, BulkServer, Credentials
-from resilient_jax.transport.bulk_server import BulkResponse
+from resilient_jax.transport import Credentials, Method, PeerChannel, PeerServer
+from resilient_jax.transport.peer_calls import CallService
 from resilient_jax.transport.server_address import parse_address
 
 MAX_CLIENTS: Final = 384
 """Each has a thread, and all together fewer than `incoming_connections.MAX_CONNECTIONS`."""
 TRIES_PER_TTL: Final = 4
 """The part of a lease's time to live after which a renewal goes by a call instead: most of it is left for that."""
-_TTL: Final = struct.Struct("<d")
+SERVICE: Final = "leases"
+RENEW: Final = Method("renew", LeaseRequest, LeaseReply)
 
 
 class RenewalServer:
@@ -47,31 +46,30 @@ class RenewalServer:
         self._host, _ = parse_address(address)
         self._credentials = credentials
         self._store = store
-        self._bulk: BulkServer[LeaseRequest] | None = None
+        self._server: PeerServer | None = None
 
     async def __aenter__(self) -> Self:
         family, *_, found = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
         assert family in (socket.AF_INET, socket.AF_INET6), family
-        checksum = choose_checksum(ChecksumName.CRC32)
-        self._bulk = BulkServer(str(found[0]), self._credentials, LeaseRequest, self._renew, checksum)
-        self._bulk.start()
+        services = {SERVICE: CallService({RENEW: self._renew})}
+        self._server = PeerServer(str(found[0]), self._credentials, services, name="rj-renewals")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bulk is not None:
-            self._bulk.stop()
-            self._bulk = None
+        if self._server is not None:
+            self._server.shut_down()
+            self._server = None
 
-    def offer(self) -> RenewalPort | None:
-        """Return where a client may renew its leases; None while there is no place for one more."""
-        if self._bulk is None or self._bulk.num_connections >= MAX_CLIENTS:
+    def offer(self) -> int | None:
+        """Return the port where a client may renew its leases; None while there is no place for one more."""
+        if self._server is None or len(self._server) >= MAX_CLIENTS:
             return None
-        return RenewalPort(port=self._bulk.port, ticket=self._bulk.ticket)
+        return self._server.port
 
-    def _renew(self, request: LeaseRequest) -> BulkResponse:
-        return BulkResponse(memoryview(_TTL.pack(self._store.renew(request.lease))), has_digest=False)
+    def _renew(self, request: LeaseRequest) -> LeaseReply:
+        return LeaseReply(lease=request.lease, ttl_s=self._store.renew(request.lease))
 
 
 class RenewalChannel:
@@ -86,19 +84,19 @@ class RenewalChannel:
         self._host = address.rpartition(":")[0]
         self._credentials = credentials
         self._timeout_s = float("inf")
-        self._offer: RenewalPort | None = None
-        self._channel: BulkChannel | None = None
+        self._port: int | None = None
+        self._channel: PeerChannel | None = None
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._reading: concurrent.futures.Future[None] | None = None
+        self._reading: concurrent.futures.Future[LeaseReply] | None = None
 
     def take_offer(self, reply: LeaseReply) -> None:
         """Use the port that an answer of the store names from now on."""
-        if reply.renewals is None or (reply.renewals == self._offer and self._channel is not None):
+        if reply.renewals is None or (reply.renewals == self._port and self._channel is not None):
             return
         self._forget()
-        self._offer = reply.renewals
+        self._port = reply.renewals
         self._timeout_s = min(self._timeout_s, reply.ttl_s / TRIES_PER_TTL)
-        self._channel = BulkChannel(f"{self._host}:{self._offer.port}", self._offer.ticket, self._credentials)
+        self._channel = PeerChannel(f"{self._host}:{self._port}", self._credentials, SERVICE)
         if self._pool is None:
             self._pool = start_thread_pool(1, "rj-renewal")
 
@@ -111,24 +109,17 @@ class RenewalChannel:
         is_free = self._reading is None or self._reading.done()  # else it looks for the host's name
         if self._channel is None or self._pool is None or not is_free:
             return None
-        answer = bytearray(_TTL.size)
-        self._reading = self._pool.submit(
-            self._channel.read_into,
-            LeaseRequest(lease=lease),
-            memoryview(answer),
-            timeout_s=self._timeout_s,
-        )
+        request = LeaseRequest(lease=lease)
+        self._reading = self._pool.submit(self._channel.call, RENEW, request, timeout_s=self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.wrap_future(self._reading)
-        except (PeerUnreachable, MessageError, TimeoutError):
+                return (await asyncio.wrap_future(self._reading)).ttl_s
+        except (PeerUnreachable, MessageError, Unauthenticated, TimeoutError):
             self._forget()
             return None
         except asyncio.CancelledError:
             self._forget()  # an answer may still come, and the thread must not wait for it
             raise
-        (ttl_s,) = _TTL.unpack(answer)
-        return ttl_s
 
     def close(self) -> None:
         """Close the connection, and end the thread."""

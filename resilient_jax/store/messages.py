@@ -40,19 +40,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     lease: LeaseId
 
 
-class RenewalPort(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the store's host renews leases apart from all else, and the ticket that admits a client there."""
-
-    port: int
-    ticket: bytes
-
-
 class LeaseReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease and the seconds until it expires, 0 once revoked; and where to renew it, if not by a call."""
+    """A lease and the seconds until it expires, 0 once revoked; and the port where to renew it, if not by a call."""
 
     lease: LeaseId
     ttl_s: float
-    renewals: RenewalPort | None = None
+    renewals: int | None = None
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,14 @@ from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.world_values import publish_value, read_values, try_read_values
 from resilient_jax.pipeline.block_state import UnitState
-from resilient_jax.pipeline.copy_requests import ANY_STEP, read_request
+from resilient_jax.pipeline.copy_requests import (
+    ANY_STEP,
+    COPIES_STOPPED_MAIL,
+    COPIES_WANTED_MAIL,
+    COPY_MAIL,
+    COPY_SUMS_MAIL,
+    read_request,
+)
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_assignment import assign_stages
@@ -24,7 +31,6 @@ from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.trainer.unit_placement import UnitPlacement
-from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.worker.worker_protocol import HeldPause
 from resilient_jax.worker.world import World
@@ -40,7 +46,7 @@ READY_TIMEOUT_S: Final = 0.5
 """For those mailboxes: the first member asks between two steps. It takes milliseconds, or the service is dead."""
 NEWEST: Final = "resilient_jax/mail_generation"
 """The generation of each member, in the values of their world, by host."""
-MAIL_KINDS: Final = (MailKind.COPIES_WANTED, MailKind.COPY, MailKind.COPY_SUMS, MailKind.COPIES_STOPPED)
+MAIL_KINDS: Final = (COPIES_WANTED_MAIL, COPY_MAIL, COPY_SUMS_MAIL, COPIES_STOPPED_MAIL)
 """Of what members send a host that is none."""
 LOOK_INTERVAL_S: Final = 0.5
 """How often a worker that waits for copies asks whether the members have gone on to another generation."""
@@ -224,7 +230,7 @@ def _find_sent_copies(
 ) -> UnitCopies | None:
     """Return the copies that members have sent this host, which spared until now; None: they have sent none."""
     about = ANY_STEP + placement.world.generation
-    mail = worker.service.box.try_take_kind(MailKind.COPIES_WANTED, lambda key: key.step == about)
+    mail = worker.service.box.try_take_kind(COPIES_WANTED_MAIL, lambda key: key.step == about)
     if mail is None:
         return None
     copies = _make_copies(placement, worker, shapes, mail.key.generation)

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import msgspec
@@ -57,6 +57,9 @@ from resilient_jax.trainer.unit_states import PipelinedState, UnitStates
 from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.world import World
+
+HOST_NUMBERS_MAIL: Final = MailKind("host_numbers")
+"""Small arrays of a host that are added up over all, in a world that can form no collective."""
 
 LOSS_METRIC = "loss"
 MIN_MEASURED_BYTES = 2**20
@@ -168,7 +171,7 @@ class PipelinedSteps(KeptArrays):
         if (sums := world.step_services.mail_sums) is not None:
             # Not of the step under way: hosts may be in different ones.
             mail = dataclasses.replace(worker.make_mail(), step=PROGRESS_STEP)
-            sums.exchange = mail.make_exchange(world.hosts, world.host, MailKind.HOST_NUMBERS)
+            sums.exchange = mail.make_exchange(world.hosts, world.host, HOST_NUMBERS_MAIL)
         self._prefetch.enter(placement, worker, units.abstract)
         schedule = PipelineSchedule(self.options.schedule)
         self._watch = StageWatch(

@@ -32,6 +32,7 @@ from resilient_jax.pipeline.stage_losses import (
 )
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
 from resilient_jax.pipeline.step_durations import StepDurations
+from resilient_jax.pipeline.step_mail import STEP_MAIL
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
@@ -47,6 +48,9 @@ from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.trainer.stage_axes import FewerDevices
 from resilient_jax.trainer.unit_placement import UnitPlacement
 from resilient_jax.transport.mail_protocol import MailKind
+
+DEVICES_MAIL: Final = MailKind("devices")
+"""What a host has measured of its devices, at the same time as the others."""
 
 WORK_NAME: Final = "pipeline"
 """Under which tasks are judged, as the microbatches of an accumulation are under its name."""
@@ -115,7 +119,7 @@ class StageWatch:
         self._durations = StepDurations()
         self._begun: tuple[int, float] | None = None
         """The step under way, and the monotonic time of its begin."""
-        worker.received.take()  # what came before is of no step of this generation
+        worker.received.take(STEP_MAIL)  # what came before is of no step of this generation
         if self._slow_hosts is not None:
             work = placement.describe_work()
             self._slow_hosts.set_groups(WORK_NAME, {str(host): work[host] for host in world.hosts})
@@ -144,9 +148,7 @@ class StageWatch:
         if self._slow_hosts is not None:
             watched = [reports[host].watched for host in hosts]
             # By mail: no pipeline waits inside of JAX.
-            exchange = self._worker.make_mail().make_exchange(
-                hosts, self._placement.world.host, MailKind.DEVICES
-            )
+            exchange = self._worker.make_mail().make_exchange(hosts, self._placement.world.host, DEVICES_MAIL)
             self._slow_hosts.look(self._describe_step(step - 1), watched, exchange, self._prepare_links)
             measured = {host: report.task_seconds for host, report in reports.items()}
             self._slow_hosts.estimate_by(
@@ -159,7 +161,7 @@ class StageWatch:
 
     def end_tasks(self, step: int) -> StageReport | None:
         """Count the tasks of a step, which all are done here; return what to tell, in a step in which hosts do."""
-        work, received = self._worker.timings.end_step(), self._worker.received.take()
+        work, received = self._worker.timings.end_step(), self._worker.received.take(STEP_MAIL)
         if self._slow_hosts is not None and work.microbatches:
             inputs = [
                 MicrobatchInput(waited_s, self._data.lengths(step, microbatch))

@@ -4,23 +4,19 @@ See README.md in this folder.
 """
 
 from resilient_jax.transport import _grpc_environment as _grpc_environment
-from resilient_jax.transport.bulk_channel import BulkChannel
-from resilient_jax.transport.bulk_server import BulkServer
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.method import Method
+from resilient_jax.transport.peer_channel import PeerChannel
+from resilient_jax.transport.peer_server import PeerServer
 from resilient_jax.transport.server import Server
-from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.transport.sync_server import SyncServer
 
 __all__ = [
-    "BulkChannel",
-    "BulkServer",
     "Channel",
     "Credentials",
     "Method",
+    "PeerChannel",
+    "PeerServer",
     "Server",
-    "SyncChannel",
-    "SyncServer",
     "TlsFiles",
 ]

@@ -105,6 +105,35 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     )
 
 
+def make_server_context(tls: TlsFiles) -> ssl.SSLContext:
+    """Return the context of a server that refuses clients without a certificate.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _load(context, tls)
+    return context
+
+
+def make_client_context(tls: TlsFiles) -> ssl.SSLContext:
+    """Return the context of a client that checks the server's certificate and name.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, tls)
+    return context
+
+
+def _load(context: ssl.SSLContext, tls: TlsFiles) -> None:
+    check_pem_files(tls)
+    context.load_cert_chain(tls.certificate, tls.key)
+    context.load_verify_locations(tls.authority)
+
+
 def check_pem_files(tls: TlsFiles) -> None:
     """Check that every file can be read.
 

@@ -51,15 +51,19 @@ class ErrorStatus:
 
 def encode_error(error: BaseException, path: str) -> ErrorStatus:
     """Return the status with which a server answers when the handler of `path` raised `error`."""
+    name, details = name_error(error, path)
+    return ErrorStatus(code=_choose_code(error), details=details, trailing_metadata=((ERROR_KEY, name),))
+
+
+def name_error(error: BaseException, path: str) -> tuple[str, str]:
+    """Return the class, by its name in `errors.py`, and the message of what the handler of `path` raised."""
     if isinstance(error, ResilientJaxError):
         name, details = type(error).__name__, str(error)
         if name not in ERROR_CLASSES:  # a subclass outside errors.py travels as its nearest class there
             name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERROR_CLASSES)
     else:
         name, details = InternalError.__name__, f"{path} failed: {type(error).__name__}: {error}"
-    return ErrorStatus(
-        code=_choose_code(error), details=_truncate(details), trailing_metadata=((ERROR_KEY, name),)
-    )
+    return name, _truncate(details)
 
 
 def _truncate(details: str) -> str:

@@ -2,14 +2,15 @@
 
 Those who have not proved yet that they are of the job are counted apart. They have places of their own, and one more of
 them takes the place of another: so strangers who say nothing keep nobody out, and a peer has all the time that it takes
-to fill these places to say who it is.
+to fill these places to say who it is. A peer that finds all places of peers taken has that of a connection on which
+nothing is asked at the moment, or waits for one.
 """
 
 import _thread
 import collections
 import contextlib
-import dataclasses
 import logging
+import select
 import socket
 import ssl
 import threading
@@ -18,9 +19,9 @@ from collections.abc import Callable
 from typing import Final
 
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError
-from resilient_jax.transport.bulk_protocol import configure_socket, make_server_context, shut_down_socket
-from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.credentials import Credentials, make_server_context
 from resilient_jax.transport.renewed_files import RenewedFiles
+from resilient_jax.transport.socket_io import configure_socket, shut_down_socket
 
 TLS_TIMEOUT_S: Final = 10.0
 """The limit for the TLS handshake of a new connection."""
@@ -31,28 +32,55 @@ MAX_STRANGERS: Final = 128
 ACCEPT_RETRY_INTERVAL_S: Final = 0.2
 """The pause after the system had no free descriptor or thread."""
 
-Serve = Callable[[socket.socket, str, Callable[[], None]], None]
-"""Called on a thread of its own with each connection, the address of its other end as gRPC writes it, and what to call
-once that end has proved that it is of the job; returns or raises when the connection is to be closed."""
-
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Visit:
-    """A connection.
+class Visit:
+    """A connection, served on a thread of its own.
 
     Attributes:
         connection: socket that is read; TLS puts another in the place of the accepted one.
-        address: address of the other end, without a port.
+        peer: address of the other end, as gRPC writes it.
+        address: the same without a port.
         is_known: whether the peer has proved that it is of the job.
         is_inside: whether the connection has one of the places of peers of the job.
+        is_idle: whether nobody loses anything if the connection is closed.
     """
 
-    connection: socket.socket
-    address: str
-    is_known: bool = False
-    is_inside: bool = False
+    def __init__(
+        self, owner: "IncomingConnections", connection: socket.socket, address: str, port: int
+    ) -> None:
+        self.connection = connection
+        self.peer = f"ipv{6 if connection.family == socket.AF_INET6 else 4}:{address}:{port}"
+        self.address = address
+        self.is_known = self.is_inside = self.is_idle = False
+        self._owner = owner
+
+    def let_in(self) -> None:
+        """Give the connection, whose peer has proved itself, a place among those of peers, once there is one.
+
+        Raises:
+            PeerUnreachable: the connection was closed meanwhile.
+        """
+        self._owner.let_in(self)
+
+    def wait_asked(self, timeout_s: float) -> None:
+        """Wait until the peer sends more; until then another peer may take the place of this one.
+
+        Raises:
+            PeerUnreachable: another peer has taken the place, or the time is over.
+        """
+        self._owner.mark_idle(self, is_idle=True)
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        is_pending = isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
+        if not is_pending and not poll.poll(timeout_s * 1000):
+            raise PeerUnreachable(f"{self.peer} asks nothing for {timeout_s:g} s")
+        self._owner.mark_idle(self, is_idle=False)
+
+
+Serve = Callable[[Visit], None]
+"""Called on a thread of its own with each connection; returns or raises when the connection is to be closed."""
 
 
 class IncomingConnections:
@@ -80,7 +108,7 @@ class IncomingConnections:
         if credentials.tls is not None:
             self._tls = RenewedFiles(credentials.tls, make_server_context)
         self._changed = threading.Condition()  # guards the attributes below
-        self._visits: dict[_Visit, None] = {}
+        self._visits: dict[Visit, None] = {}
         """The oldest first."""
         self._num_threads = 0
         self._is_closed = False
@@ -100,6 +128,31 @@ class IncomingConnections:
         """Return how many connections there are, of peers and of strangers."""
         with self._changed:
             return len(self._visits)
+
+    def let_in(self, visit: Visit) -> None:
+        """Give a connection a place among those of peers; see `Visit.let_in`."""
+        with self._changed:
+            visit.is_known = True
+            while not self._is_closed and visit in self._visits:
+                inside = [one for one in self._visits if one.is_inside]
+                if len(inside) < MAX_CONNECTIONS:
+                    break
+                if (idle := next((one for one in inside if one.is_idle), None)) is not None:
+                    self._end(idle)
+                else:
+                    self._changed.wait()
+            visit.is_inside = True
+            self._check_open(visit)
+
+    def mark_idle(self, visit: Visit, *, is_idle: bool) -> None:
+        """Note whether another peer may take the place of a connection; see `Visit.wait_asked`."""
+        with self._changed:
+            self._check_open(visit)
+            visit.is_idle = is_idle
+            if is_idle:
+                # The one that was idle first goes first.
+                self._visits[visit] = self._visits.pop(visit)
+                self._changed.notify_all()
 
     def shut_down(self) -> None:
         """Close the port, and wake the threads of all connections, each of which then closes its own."""
@@ -130,8 +183,7 @@ class IncomingConnections:
                 time.sleep(ACCEPT_RETRY_INTERVAL_S)
 
     def _begin(self, accepted: socket.socket, address: tuple[str, int]) -> None:
-        peer = f"ipv{6 if accepted.family == socket.AF_INET6 else 4}:{address[0]}:{address[1]}"
-        visit = _Visit(accepted, address[0])
+        visit = Visit(self, accepted, address[0], address[1])
         with self._changed:
             if self._is_closed:
                 accepted.close()
@@ -141,7 +193,7 @@ class IncomingConnections:
             self._num_threads += 1
         try:
             # `Thread.start` may wait for ever where memory is short: see `threads`.
-            _thread.start_new_thread(self._run, (visit, peer))
+            _thread.start_new_thread(self._run, (visit,))
         except BaseException:
             accepted.close()
             self._forget(visit)
@@ -154,26 +206,20 @@ class IncomingConnections:
             return
         crowds = collections.Counter(visit.address for visit in strangers)
         ended = max(strangers, key=lambda visit: crowds[visit.address])
-        del self._visits[ended]
-        shut_down_socket(ended.connection)
+        self._end(ended)
         text = "%s has %d connections of which it does not know whose they are; it closes one from %s"
         logger.warning(text, self._name, len(strangers), ended.address)
 
-    def _let_in(self, visit: _Visit) -> None:
-        """Give a connection a place among those of peers, once there is one."""
-        with self._changed:
-            visit.is_known = True
-            self._changed.wait_for(
-                lambda: self._is_closed or sum(one.is_inside for one in self._visits) < MAX_CONNECTIONS
-            )
-            visit.is_inside = True
-            self._check_open(visit)
+    def _end(self, visit: Visit) -> None:
+        """Give up the place of a connection, whose thread then closes it."""
+        del self._visits[visit]
+        shut_down_socket(visit.connection)
 
-    def _check_open(self, visit: _Visit) -> None:
+    def _check_open(self, visit: Visit) -> None:
         if self._is_closed or visit not in self._visits:
             raise PeerUnreachable(f"{self._name} has closed the connection")
 
-    def _run(self, visit: _Visit, peer: str) -> None:
+    def _run(self, visit: Visit) -> None:
         accepted = visit.connection
         try:
             # Connections that break, and peers that are not of the job, need no answer.
@@ -188,13 +234,13 @@ class IncomingConnections:
                         )
                         self._check_open(visit)
                     secured.do_handshake()
-                self._serve(visit.connection, peer, lambda: self._let_in(visit))
+                self._serve(visit)
         finally:
             visit.connection.close()
             accepted.close()
             self._forget(visit)
 
-    def _forget(self, visit: _Visit) -> None:
+    def _forget(self, visit: Visit) -> None:
         with self._changed:
             self._visits.pop(visit, None)
             self._num_threads -= 1

@@ -1,95 +1,33 @@
-"""The protocol of mail: keyed arrays of bytes that one process sends to another, unasked, over a socket of its own.
+"""The protocol of mail: keyed arrays of bytes that one process sends to another, unasked.
 
-Rules of a connection, on which mail goes one way only:
-1. The sender sends a nonce, the receiver a challenge with its own. The sender says its name and the name that it
-   expects of the receiver, with a proof that it has the job's token; the receiver answers with a proof of its own, or
-   with a refusal. The token itself is not sent.
-2. Then the sender sends mail: a header, which is a msgpack frame, and the announced number of raw bytes.
-3. The receiver sends nothing more, so that a sender with nothing to send sees the end of the connection.
-4. A side that receives anything else closes the connection.
+Rules of a connection, after the handshake (`peer_handshake`); mail goes one way only:
+1. The caller sends mail: a header, which is a msgpack frame, and the announced number of raw bytes.
+2. The receiver sends nothing, so that a sender with nothing to send sees the end of the connection.
+3. A side that receives anything else closes the connection.
 """
 
-import ctypes
 import dataclasses
-import enum
-import secrets
 import socket
 import time
-from typing import Final
+from typing import Final, NewType
 
 import msgspec
 
-from resilient_jax.errors import MessageError, PeerUnreachable, Unauthenticated
+from resilient_jax.errors import MessageError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.framing import encode_frame
 from resilient_jax.protocol.message_decoding import decode_message
-from resilient_jax.transport.authentication import Authenticator
-from resilient_jax.transport.bulk_protocol import (
-    receive_frame,
-    receive_into,
-    send_all,
-    send_frame,
-)
+from resilient_jax.transport.socket_io import receive_bytes, receive_frame, send_all
 
-NONCE_BYTES: Final = 32
 MAX_MAIL_BYTES: Final = 2**34
 """More is damage, or no message of ours: no boundary value or sum of a block has 16 GiB."""
 IDLE_TIMEOUT_S: Final = 14 * 86_400.0
 """The limit between two mails; keepalive finds machines that vanish long before."""
 SEND_TIMEOUT_S: Final = 60.0
 """The limit for one mail: a peer that reads nothing for so long is not going to finish the step."""
-KEEPALIVE_OPTIONS: Final = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
 
-
-class MailKind(enum.StrEnum):
-    """What a mail carries."""
-
-    ACTIVATION = "x"
-    """The input of a block, in a forward task."""
-    GRADIENT = "g"
-    """The gradient of the loss by the input of a block, in a backward task."""
-    TOTAL = "total"
-    """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
-    ROWS = "rows"
-    """What a host says about its sums before it updates its state."""
-    LINKS = "links"
-    """Bytes without a meaning, of a measurement of links."""
-    DEVICES = "devices"
-    """What a host has measured of its devices, at the same time as the others."""
-    HOST_NUMBERS = "host_numbers"
-    """Small arrays of a host that are added up over all, in a world that can form no collective."""
-    PROGRESS = "progress"
-    """What a host says about its tasks when a step goes on in another generation."""
-    STATE = "state"
-    """Weights and optimizer state, for a host that holds them from now on, or puts the whole model together."""
-    EVALUATED = "evaluated"
-    """The input of a block, in an evaluation."""
-    TAKEN = "taken"
-    """Says that the input of a block was taken, in an evaluation: the next one may be sent."""
-    RESULTS = "results"
-    """What a host has of the loss and the metrics of an evaluation."""
-    READY = "ready"
-    """Says whether a host begins the next program of a replica on several hosts."""
-    DIGESTS = "digests"
-    """The digests of the weights that a host has."""
-    COPIES_WANTED = "copies_wanted"
-    """What each host is to hold after a change of members: they want copies of what they lack, while training goes
-    on."""
-    COPY = "copy"
-    """Weights and optimizer state of a unit that the receiver is about to hold."""
-    COPY_SUMS = "copy_sums"
-    """The gradient sums of a step with which such a copy is updated."""
-    COPIES_HERE = "copies_here"
-    """The sender has all the copies that it wanted."""
-    COPIES_STOPPED = "copies_stopped"
-    """The sender sends no more sums for copies."""
-    COPIES_DONE = "copies_done"
-    """After which step all members let the change come that copies were made for."""
+MailKind = NewType("MailKind", str)
+"""What a mail carries: a name that the room of its senders owns, and this package does not interpret."""
 
 
 class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -98,15 +36,8 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     Attributes:
         generation: generation of the routes in which the value is sent; the only part that a second copy does not
             share.
-        step: step of the state from which the value was computed; of readiness, the number of the replicas' shape; of
-            copies, the number of their request, above all steps.
-        microbatch: index of the microbatch in the step, or in the evaluation; of a part of a sum, the first of those
-            that are in it; of rows, numbers, progress, results and digests, the number of the host that says it; of
-            state, the number of the exchange in the generation; of readiness, that of the program; of copies, the step
-            of their state, or of their sums.
-        block: the block that the value enters; of sums, the number of what is summed; of a host's numbers,
-            that of the exchange in the generation; of state, the number of the unit; of readiness, the number of the
-            host that says it.
+        step: number by which old mail is told from new. The owner of the kind says what this and the two numbers that
+            follow count.
     """
 
     generation: int
@@ -117,7 +48,7 @@ class MailKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.kind.name.lower()} of microbatch {self.microbatch} for block {self.block}, "
+            f"{self.kind} of microbatch {self.microbatch} for block {self.block}, "
             f"step {self.step}, generation {self.generation}"
         )
 
@@ -147,117 +78,8 @@ class MailHeader(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class MailChallenge(msgspec.Struct, frozen=True):
-    """The receiver's nonce."""
-
-    nonce: bytes
-
-
-class MailHello(msgspec.Struct, frozen=True):
-    """Says which host wants to send to which, with the proof that it belongs to the job.
-
-    Attributes:
-        address: address of the sender's mailbox, which another process of that host does not have.
-        proof: signature of these fields and both nonces.
-    """
-
-    sender: HostName
-    address: str
-    receiver: HostName
-    proof: bytes
-
-    def signed_text(self, senders: bytes, receivers: bytes) -> bytes:
-        """Return what `proof` is the signature of, with both nonces."""
-        names = _ENCODER.encode([self.sender, self.address, self.receiver])
-        return b"mail hello" + senders + receivers + names
-
-
 _ENCODER: Final = msgspec.msgpack.Encoder()
-
-
-class MailWelcome(msgspec.Struct, frozen=True, tag=True):
-    """The receiver's proof that it belongs to the job; the sender's mail may follow at once."""
-
-    proof: bytes
-
-
-class MailRefusal(msgspec.Struct, frozen=True, tag=True):
-    """Says why the receiver takes no mail of this sender."""
-
-    reason: str
-    is_token: bool
-
-
-_make_bytearray: Final = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_make_bytearray.restype, _make_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 _HEADER: Final = msgspec.msgpack.Decoder(MailHeader)
-_CHALLENGE: Final = msgspec.msgpack.Decoder(MailChallenge)
-_HELLO: Final = msgspec.msgpack.Decoder(MailHello)
-_ANSWER: Final[msgspec.msgpack.Decoder[MailWelcome | MailRefusal]] = msgspec.msgpack.Decoder(
-    MailWelcome | MailRefusal
-)
-
-
-def configure_mail_socket(connection: socket.socket) -> None:
-    """Have the kernel find a peer whose machine has vanished, within half a minute."""
-    for level, option, value in KEEPALIVE_OPTIONS:
-        connection.setsockopt(level, option, value)
-
-
-def introduce(connection: socket.socket, gate: Authenticator, hello: MailHello, deadline_s: float) -> None:
-    """Have a receiver admit this host's mail; `hello` is not signed yet.
-
-    Raises:
-        Unauthenticated: one side has another token.
-        PeerUnreachable: another host's mailbox is at this address.
-        MessageError, OSError, EOFError: the other side is no mailbox, or has gone.
-    """
-    own = secrets.token_bytes(NONCE_BYTES)
-    send_all(connection, own, deadline_s)
-    where = f"the mailbox of {hello.receiver}"
-    challenge = decode_message(_CHALLENGE, receive_frame(connection, deadline_s), where)
-    proof = gate.sign(hello.signed_text(own, challenge.nonce))
-    send_frame(connection, msgspec.structs.replace(hello, proof=proof), deadline_s)
-    answer = decode_message(_ANSWER, receive_frame(connection, deadline_s), where)
-    if isinstance(answer, MailRefusal):
-        error = Unauthenticated if answer.is_token else PeerUnreachable
-        raise error(f"{where} refuses our mail: {answer.reason}")
-    if not gate.is_signature(_welcome_text(own, challenge.nonce), answer.proof):
-        raise Unauthenticated(
-            f"{where} does not have our job token. Every process of a job must be given the same token"
-        )
-
-
-def admit(
-    connection: socket.socket, gate: Authenticator, receiver: HostName, peer: str, deadline_s: float
-) -> tuple[MailHello, MailWelcome]:
-    """Return what the sender at the other end says, if it belongs to the job, and the answer that it waits for.
-
-    Args:
-        connection: a connection just accepted.
-        gate: authenticator with the job's token, which reports who does not have the token.
-        peer: address of the other end, as gRPC writes it.
-        deadline_s: monotonic time of the limit.
-
-    Raises:
-        Unauthenticated: the sender's proof is wrong.
-        MessageError, OSError, EOFError: the sender does not keep to the protocol, or has gone.
-    """
-    theirs, own = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    receive_into(connection, memoryview(theirs), deadline_s)
-    send_frame(connection, MailChallenge(own), deadline_s)
-    hello = decode_message(_HELLO, receive_frame(connection, deadline_s), f"the hello of {peer}")
-    try:
-        gate.check_signature(hello.signed_text(bytes(theirs), own), hello.proof, peer, "mail")
-    except Unauthenticated:
-        reason = "its proof of the job token is wrong. Every process of a job must be given the same token"
-        send_frame(connection, MailRefusal(reason, is_token=True), deadline_s)
-        raise
-    if hello.receiver != receiver:
-        reason = f"this is the mailbox of {receiver}"
-        send_frame(connection, MailRefusal(reason, is_token=False), deadline_s)
-        raise MessageError(f"{hello.sender} has mail for {hello.receiver}, but {reason}")
-    return hello, MailWelcome(gate.sign(_welcome_text(bytes(theirs), own)))
 
 
 def send_mail(connection: socket.socket, mail: Mail) -> None:
@@ -286,20 +108,6 @@ def receive_mail(connection: socket.socket, sender: HostName) -> tuple[Mail, flo
             f"a mail of {sender} announces {header.length} bytes, expected {MAX_MAIL_BYTES} at most"
         )
     began_s = time.monotonic()
-    data = memoryview(_allocate(header.length))
-    receive_into(connection, data, deadline_s)
+    data = receive_bytes(connection, header.length, deadline_s)
     seconds = time.monotonic() - began_s
     return Mail(key=header.key, data=data, dtype=header.dtype, shape=header.shape), seconds
-
-
-def _allocate(size: int) -> bytearray:
-    """Return memory that nothing was written to, which malloc may have used before.
-
-    `bytearray(size)` writes zeros first, and new memory of the kernel is cleared page by page: either takes as long as
-    to receive. With 16 MiB, 5.8 ms a mail instead of 15.
-    """
-    return _make_bytearray(None, size)
-
-
-def _welcome_text(senders: bytes, receivers: bytes) -> bytes:
-    return b"mail welcome" + senders + receivers

@@ -12,16 +12,8 @@ from typing import Final
 
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
-from resilient_jax.transport.authentication import Authenticator
-from resilient_jax.transport.mail_protocol import (
-    Mail,
-    MailHello,
-    configure_mail_socket,
-    introduce,
-    send_mail,
-)
-from resilient_jax.transport.open_sockets import OpenSockets
-from resilient_jax.transport.outgoing_connection import CONNECT_TIMEOUT_S, Connector
+from resilient_jax.transport.mail_protocol import Mail, send_mail
+from resilient_jax.transport.peer_connection import CONNECT_TIMEOUT_S, OpenSockets, PeerConnector
 
 OnEnd = Callable[[HostName, ResilientJaxError], None]
 """Called once, on the sender's thread, when the peer is lost."""
@@ -36,20 +28,10 @@ class MailSender:
     has arrived of a connection that broke is not known here.
     """
 
-    def __init__(
-        self,
-        own_name: HostName,
-        own_address: str,
-        peer: HostName,
-        connector: Connector,
-        gate: Authenticator,
-        on_end: OnEnd,
-    ) -> None:
+    def __init__(self, own_name: HostName, peer: HostName, connector: PeerConnector, on_end: OnEnd) -> None:
         self.address = connector.address
-        self._hello = MailHello(own_name, own_address, peer, b"")
         self._peer = peer
         self._connector = connector
-        self._gate = gate
         self._on_end = on_end
         self._sockets = OpenSockets(f"the sender of mail to {peer}")
         self._changed = threading.Condition()  # guards the attributes below
@@ -125,7 +107,8 @@ class MailSender:
         try:
             while self._wait_for_mail(connection):
                 if connection is None:
-                    connection = self._connect()
+                    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+                    connection = self._connector.connect(deadline_s, self._sockets)
                 self._send_queued(connection)
         except (OSError, EOFError) as error:
             lost = PeerUnreachable(f"{self._peer} at {self.address} takes no more mail: {error}")
@@ -136,17 +119,6 @@ class MailSender:
         finally:
             if connection is not None:
                 self._sockets.close(connection)
-
-    def _connect(self) -> socket.socket:
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        connection = self._connector.connect(deadline_s, self._sockets)
-        try:
-            configure_mail_socket(connection)
-            introduce(connection, self._gate, self._hello, deadline_s)
-        except BaseException:
-            self._sockets.close(connection)
-            raise
-        return connection
 
     def _wait_for_mail(self, connection: socket.socket | None) -> bool:
         """Return whether there is mail to send: False once closed.

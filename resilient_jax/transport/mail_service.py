@@ -8,19 +8,19 @@ import copy
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 from resilient_jax.errors import CallerError, MessageError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
-from resilient_jax.transport.authentication import Authenticator, OnEvent
-from resilient_jax.transport.bulk_protocol import send_frame
+from resilient_jax.transport.authentication import OnEvent
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.incoming_connections import IncomingConnections
-from resilient_jax.transport.mail_protocol import Mail, MailKey, admit, configure_mail_socket, receive_mail
+from resilient_jax.transport.incoming_connections import Visit
+from resilient_jax.transport.mail_protocol import Mail, MailKey, receive_mail
 from resilient_jax.transport.mail_sender import MailSender
 from resilient_jax.transport.mailbox import Mailbox
-from resilient_jax.transport.outgoing_connection import CONNECT_TIMEOUT_S, Connector
+from resilient_jax.transport.peer_connection import PeerConnector
+from resilient_jax.transport.peer_handshake import PeerHello
+from resilient_jax.transport.peer_server import PeerServer
 from resilient_jax.transport.received_mail import ReceivedMailCounter
 
 OnPeerLost = Callable[[HostName, ResilientJaxError], None]
@@ -55,15 +55,13 @@ class MailService:
             on_event: called with connections that are refused for their token.
 
         Raises:
-            ConfigError: a TLS file cannot be read.
-            OSError: the address is not of this machine.
+            ConfigError, OutOfResources, OperatorError: as `PeerServer`.
         """
         self.box = Mailbox()
         self.received = ReceivedMailCounter()
         self._own_name = own_name
         self._credentials = credentials
         self._on_peer_lost = on_peer_lost
-        self._gate = Authenticator(credentials.token, on_event)
         self._lock = threading.Lock()  # guards the attributes below
         self._senders: dict[HostName, MailSender] = {}
         self._incoming: dict[HostName, socket.socket] = {}
@@ -71,8 +69,10 @@ class MailService:
         self._lost: dict[HostName, ResilientJaxError] = {}
         self._may_be_lost: set[HostName] = set()
         self._generation = 0
-        self._listener = IncomingConnections(host, credentials, self._serve, f"rj-mail-{own_name}")
-        self.address = f"{host}:{self._listener.port}"
+        self._server = PeerServer(
+            host, credentials, {_name_mailbox(own_name): self}, name=f"rj-mail-{own_name}", on_event=on_event
+        )
+        self.address = self._server.address
 
     def enter(self, generation: int, addresses: Mapping[HostName, str]) -> None:
         """Have these peers from now on, with no mail of older generations in any queue or box.
@@ -106,10 +106,7 @@ class MailService:
             for sender in self._senders.values():
                 sender.drop(lambda mail: mail.key.generation < generation)
             for peer in sorted(set(addresses) - set(self._senders) - {self._own_name}):
-                connector = Connector(addresses[peer], self._credentials)
-                self._senders[peer] = MailSender(
-                    self._own_name, self.address, peer, connector, self._gate, self._report_lost
-                )
+                self._senders[peer] = self._make_sender(peer, addresses[peer])
 
     def add_peer(self, peer: HostName, address: str, *, may_be_lost: bool = False) -> None:
         """Have one more peer to send to in this generation; a process of it that was there before is none any more.
@@ -128,8 +125,7 @@ class MailService:
             self._senders.pop(peer, None)
         if known is not None:
             known.close()  # before what it has reported is forgotten
-        connector = Connector(address, self._credentials)
-        sender = MailSender(self._own_name, self.address, peer, connector, self._gate, self._report_lost)
+        sender = self._make_sender(peer, address)
         with self._lock:
             self._lost.pop(peer, None)
             self._senders[peer] = sender
@@ -188,39 +184,41 @@ class MailService:
     def close(self) -> None:
         """End every wait, thread and connection; what is not sent is lost. Not to be called in `on_peer_lost`."""
         self.box.close()
-        self._listener.close()
+        self._server.close()
         with self._lock:
             senders = list(self._senders.values())
             self._senders.clear()
         for sender in senders:
             sender.close()
 
-    def _serve(self, connection: socket.socket, peer: str, let_in: Callable[[], None]) -> None:
+    def serve(self, visit: Visit, hello: PeerHello, welcome: Callable[[], None]) -> None:
         """Receive the mail of one connection until it ends."""
-        configure_mail_socket(connection)
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        hello, welcome = admit(connection, self._gate, self._own_name, peer, deadline_s)
-        let_in()
-        with (
-            self._lock
-        ):  # before the welcome: once the peer has it, its mail may be on the way, and its end, too
-            self._incoming[hello.sender] = connection
+        connection, sender = visit.connection, HostName(hello.caller)
+        # Before the welcome: once the peer has it, its mail may be on the way, and its end, too.
+        with self._lock:
+            self._incoming[sender] = connection
         try:
-            send_frame(connection, welcome, deadline_s)
+            welcome()
             while True:
-                mail, seconds = receive_mail(connection, hello.sender)
+                mail, seconds = receive_mail(connection, sender)
                 self.received.add(mail, seconds)
                 self.box.put(mail)
         except (OSError, EOFError, MessageError) as error:
             with self._lock:
                 # An older connection, or that of an older process, says nothing about the peer as it is now.
-                is_current = self._incoming.get(hello.sender) is connection
+                is_current = self._incoming.get(sender) is connection
                 if is_current:
-                    del self._incoming[hello.sender]
-                is_current = is_current and self._addresses.get(hello.sender) == hello.address
+                    del self._incoming[sender]
+                is_current = is_current and self._addresses.get(sender) == hello.caller_address
             if is_current and not self.box.is_closed:
-                text = f"{hello.sender} at {hello.address} sends no more mail: {error}"
-                self._report_lost(hello.sender, PeerUnreachable(text))
+                text = f"{sender} at {hello.caller_address} sends no more mail: {error}"
+                self._report_lost(sender, PeerUnreachable(text))
+
+    def _make_sender(self, peer: HostName, address: str) -> MailSender:
+        connector = PeerConnector(
+            address, self._credentials, _name_mailbox(peer), self._own_name, self.address
+        )
+        return MailSender(self._own_name, peer, connector, self._report_lost)
 
     def _report_lost(self, peer: HostName, error: ResilientJaxError) -> None:
         with self._lock:
@@ -232,3 +230,7 @@ class MailService:
         if is_new:
             logger.info("%s", error)
             self._on_peer_lost(peer, error)
+
+
+def _name_mailbox(host: HostName) -> str:
+    return f"the mailbox of {host}"

@@ -64,7 +64,7 @@ class Mailbox:
             accept: whether a value with this key may be taken; None: any may.
         """
         with self._changed:
-            found = [key for key in self._mail if key.kind is kind and (accept is None or accept(key))]
+            found = [key for key in self._mail if key.kind == kind and (accept is None or accept(key))]
             return self._pop(min(found)) if found else None
 
     def wait_for_more(self, timeout_s: float) -> bool:

@@ -40,6 +40,14 @@ class ByteStreamMethod(Generic[RequestT]):
     request: type[RequestT]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadMethod(Generic[RequestT]):
+    """A procedure between peers that is answered with bytes out of memory (`peer_calls`)."""
+
+    name: str
+    request: type[RequestT]
+
+
 AnyMethod = Method[Any, Any]
 """A method in a table whose methods have different message types."""
 
@@ -54,7 +62,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes, message_type: type[ResponseT], context: str) -> ResponseT:
+def decode(data: bytes | memoryview, message_type: type[ResponseT], context: str) -> ResponseT:
     """Return the message in `data`.
 
     Args:

@@ -1,19 +1,17 @@
-"""How much of the mail of a pipeline's steps has come, and how long its bytes were under way; safe between threads.
+"""How much mail of each kind has come, and how long its bytes were under way; safe between threads.
 
 A receiver sees the header of a mail and its last byte with its own clock, so no clocks need to agree. What is between
 them is the link's: a peer that still computes has not sent the header. Not seen is a link that delays every packet and
 sends as many.
 """
 
+import collections
 import threading
-from typing import Final
+from collections.abc import Collection
 
 import msgspec
 
 from resilient_jax.transport.mail_protocol import Mail, MailKind
-
-WATCHED_KINDS: Final = frozenset({MailKind.ACTIVATION, MailKind.GRADIENT, MailKind.TOTAL})
-"""What every ordinary step sends. States and evaluations come now and then, and are larger."""
 
 
 class ReceivedMail(msgspec.Struct, frozen=True):
@@ -33,18 +31,19 @@ class ReceivedMailCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the attribute below
-        self._total = ReceivedMail()
+        self._totals: collections.defaultdict[MailKind, ReceivedMail] = collections.defaultdict(ReceivedMail)
 
     def add(self, mail: Mail, seconds: float) -> None:
         """Count a mail, which took so long from its first byte to its last."""
-        if mail.key.kind not in WATCHED_KINDS:
-            return
         with self._lock:
-            before = self._total
-            self._total = ReceivedMail(before.num_bytes + mail.data.nbytes, before.seconds + seconds)
+            before = self._totals[mail.key.kind]
+            self._totals[mail.key.kind] = ReceivedMail(
+                before.num_bytes + mail.data.nbytes, before.seconds + seconds
+            )
 
-    def take(self) -> ReceivedMail:
-        """Return what has come since this was called before."""
+    def take(self, kinds: Collection[MailKind]) -> ReceivedMail:
+        """Return what has come of some kinds since this was called before, and forget what has come of all."""
         with self._lock:
-            total, self._total = self._total, ReceivedMail()
-        return total
+            found = [total for kind, total in self._totals.items() if kind in kinds]
+            self._totals.clear()
+        return ReceivedMail(sum(one.num_bytes for one in found), sum(one.seconds for one in found))

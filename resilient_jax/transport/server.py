@@ -1,5 +1,6 @@
 """The asyncio server: handlers are coroutines and async generators."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any, Self, cast
 import grpc
 import grpc.aio
 
-from resilient_jax.errors import PeerUnreachable, ResilientJaxError
+from resilient_jax.errors import ResilientJaxError
 from resilient_jax.transport.authentication import Authenticator, OnEvent
 from resilient_jax.transport.byte_stream import ByteStream
 from resilient_jax.transport.call_proofs import (
@@ -27,7 +28,7 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.grpc_options import server_options
 from resilient_jax.transport.method import AnyMethod, ByteStreamMethod, decode, encode, format_method_path
-from resilient_jax.transport.server_address import bind_server, is_own_address
+from resilient_jax.transport.server_address import bind_server, check_own_address
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +219,8 @@ class Server:
         async def welcome(request: Introduction, peer: str, path: str) -> Welcome:
             proof = self._gate.welcome(request, peer, path)
             # Under TLS the client has compared the address with our certificate.
-            if self._credentials.tls is None and not await is_own_address(request.address, self.address):
-                raise PeerUnreachable(
-                    f"the server at {self.address} was called as {request.address}, which is no address of its machine "
-                    "and this port. Call it by one, or encrypt with --tls: then the name of its certificate counts"
-                )
+            if self._credentials.tls is None and request.address != self.address:
+                await asyncio.to_thread(check_own_address, request.address, self.address)
             return proof
 
         for method, handler in ((ASK_NONCE, tell_nonce), (INTRODUCE, welcome)):

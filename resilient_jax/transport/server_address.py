@@ -1,6 +1,5 @@
 """The address of a server: parsing and binding, with the reason why it cannot be bound."""
 
-import asyncio
 import errno
 import ipaddress
 import socket
@@ -15,6 +14,7 @@ from resilient_jax.errors import (
     ConfigError,
     OperatorError,
     OutOfResources,
+    PeerUnreachable,
     ResilientJaxError,
 )
 from resilient_jax.transport.credentials import (
@@ -48,9 +48,9 @@ def bind_server(
     try:
         got = add_insecure_port(address) if tls is None else add_secure_port(address, tls)
     except RuntimeError as error:
-        raise _explain_bind_failure(host, port, address, credentials.tls) from error
+        raise explain_bind_failure(host, port, address, credentials.tls) from error
     if got == 0:
-        raise _explain_bind_failure(host, port, address, credentials.tls)
+        raise explain_bind_failure(host, port, address, credentials.tls)
     return f"{address.rpartition(':')[0]}:{got}"
 
 
@@ -72,21 +72,32 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-async def is_own_address(called: str, own: str) -> bool:
-    """Return whether a client that has called an address has reached this server, and nobody between them.
+def check_own_address(called: str, own: str) -> None:
+    """Check that a client that has called an address has reached this server, and nobody between them.
 
     That is so at an address of this machine with the server's port. On loopback any port will do: who forwards from
-    there is on the client's own machine (`ssh -L`, `kubectl port-forward`).
+    there is on the client's own machine (`ssh -L`, `kubectl port-forward`). This may wait for a name server.
 
     Args:
         called: "host:port", as the client has called.
         own: address where this server listens, "host:port".
+
+    Raises:
+        PeerUnreachable: there may be somebody.
     """
+    if not _is_own_address(called, own):
+        raise PeerUnreachable(
+            f"the server at {own} was called as {called}, which is no address of its machine and this port. Call it by "
+            "one, or encrypt with --tls: then the name of its certificate counts"
+        )
+
+
+def _is_own_address(called: str, own: str) -> bool:
     if called == own:
         return True
     try:
         (host, port), (_, own_port) = parse_address(called), parse_address(own)
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except (ConfigError, OSError, UnicodeError):
         return False
     return all(
@@ -119,7 +130,8 @@ def check_bindable(host: str, port: int) -> None:
         probe.listen()
 
 
-def _explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | None) -> ResilientJaxError:
+def explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | None) -> ResilientJaxError:
+    """Return the error of a server that could not listen on an address, found by trying once more."""
     try:
         check_bindable(host, port)
     except OSError as error:
@@ -138,4 +150,6 @@ def _explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | No
         return OperatorError(f"cannot listen on {address}: {error}")
     if tls is not None and (damage := find_damaged_file(tls)) is not None:
         return ConfigError(f"cannot listen on {address}: {damage}")
-    return OperatorError(f"cannot listen on {address}: gRPC could not bind it, a plain socket can; try again")
+    return OperatorError(
+        f"cannot listen on {address}: a server could not bind it, a plain socket can; try again"
+    )

@@ -25,7 +25,9 @@ from resilient_jax.protocol.snapshots import (
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents, PartManifest, checksum_blocks
 from resilient_jax.snapshot.messages import (
+    READ,
     SERVER_TO_AGENT_DECODER,
+    SERVICE,
     SETTINGS_ENV_VARIABLE,
     CompleteSnapshots,
     EventOccurred,
@@ -36,9 +38,8 @@ from resilient_jax.snapshot.messages import (
     ServerSettings,
     ServerToAgent,
 )
-from resilient_jax.snapshot.peer_client import PeerClient
 from resilient_jax.snapshot.slot_contents import compute_slot_layout
-from resilient_jax.transport import Credentials
+from resilient_jax.transport import Credentials, PeerChannel
 from tests.support.patience import patience
 
 CREDENTIALS = Credentials("test-token")
@@ -121,8 +122,8 @@ class Host:
         """Return verified bytes as another host receives them."""
         request = ReadRequest(id=id, region=region, row=row, offset=offset, length=length)
         out = bytearray(length)
-        with contextlib.closing(PeerClient(self.endpoint, CREDENTIALS)) as peer:
-            peer.read_into(request, memoryview(out), timeout_s=WAIT_S)
+        with contextlib.closing(PeerChannel(self.endpoint, CREDENTIALS, SERVICE)) as peer:
+            peer.read_into(READ, request, memoryview(out), timeout_s=WAIT_S)
         return bytes(out)
 
     def kill(self) -> None:

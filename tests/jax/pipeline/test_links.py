@@ -11,16 +11,17 @@ from resilient_jax.health.finding import FindingKind
 from resilient_jax.health.link_comparison import pair_hosts
 from resilient_jax.health.monitor import FindingClosed, FindingOpened, HealthMonitor
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.pipeline.link_exchanges import MailExchanges
+from resilient_jax.pipeline.link_exchanges import LINKS_MAIL, MailExchanges
 from resilient_jax.pipeline.step_durations import StepDurations
-from resilient_jax.pipeline.step_mail import StepMail
+from resilient_jax.pipeline.step_mail import STEP_MAIL, StepMail
+from resilient_jax.pipeline.unit_exchange import STATE_MAIL
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.device_speed import DeviceSeconds
 from resilient_jax.step.watch_report import Measurement
 from resilient_jax.transport import Credentials
-from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+from resilient_jax.transport.mail_protocol import Mail, MailKey
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.transport.received_mail import ReceivedMail, ReceivedMailCounter
 from resilient_jax.worker.host_health import HealthRecord, HostHealth
@@ -220,10 +221,10 @@ def test_steps_are_compared_with_those_before() -> None:
 
 def test_only_what_steps_send_is_counted() -> None:
     counter = ReceivedMailCounter()
-    for kind in MailKind:
+    for kind in (*STEP_MAIL, LINKS_MAIL, STATE_MAIL):
         counter.add(Mail(key=MailKey(1, 0, kind, 0, 0), data=memoryview(bytes(10))), 0.5)
-    assert counter.take() == ReceivedMail(30, 1.5)
-    assert counter.take() == ReceivedMail()
+    assert counter.take(STEP_MAIL) == ReceivedMail(30, 1.5)
+    assert counter.take(STEP_MAIL) == ReceivedMail()
 
 
 def test_hosts_exchange_mail_in_pairs() -> None:
@@ -248,7 +249,7 @@ def test_hosts_exchange_mail_in_pairs() -> None:
         for number, pairs in enumerate(rounds):
             partners = {host for pair in pairs for host in pair}
             assert {host for host in range(5) if found[host][number] > 0} == partners
-        assert not any(service.box.try_take_kind(MailKind.LINKS) for service in services)
+        assert not any(service.box.try_take_kind(LINKS_MAIL) for service in services)
         assert not lost.is_set()
     finally:
         for service in services:

@@ -21,6 +21,7 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline import unit_copies
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.commit_table import CommitTable
+from resilient_jax.pipeline.copy_requests import COPIES_WANTED_MAIL, COPY_MAIL, COPY_SUMS_MAIL
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
@@ -33,7 +34,7 @@ from resilient_jax.trainer.pipelined_loss import cut_training_loss, make_pipelin
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.unit_states import UnitStates
 from resilient_jax.transport import Credentials
-from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+from resilient_jax.transport.mail_protocol import Mail, MailKey
 from resilient_jax.transport.mail_service import MailService
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.worker.worker_protocol import HeldPause
@@ -282,7 +283,7 @@ def test_a_worker_waits_no_more_when_the_members_have_gone_on(pair):
 def test_copies_of_another_model_are_dropped(pair):
     member, joiner = pair
     assert joiner.copies.wait([MEMBER], lambda: None)
-    key = joiner.copies._make_key(MailKind.COPY_SUMS, member.step, 0)
+    key = joiner.copies._make_key(COPY_SUMS_MAIL, member.step, 0)
     joiner.service.box.put(Mail(key=key, data=memoryview(b"short"), shape=(5,)))
     assert joiner.copies.finish(member.step + 1, lambda: None) == {}
 
@@ -444,18 +445,18 @@ def test_sums_for_a_host_that_reads_none_are_bounded(member, make_host, monkeypa
     member.service.wait_sent(time.monotonic() + WAIT_S)
     limit = 2 * unit_copies.MAX_SUMS_RATIO * state_bytes
     box, sums_bytes = spare.service.box, 0
-    while (mail := box.try_take_kind(MailKind.COPY_SUMS)) is not None:
+    while (mail := box.try_take_kind(COPY_SUMS_MAIL)) is not None:
         sums_bytes += mail.data.nbytes
     assert sums_bytes < limit + state_bytes
 
 
 def test_a_host_that_is_no_member_drops_copies_for_a_change_that_did_not_come():
-    box, kinds = Mailbox(), (MailKind.COPIES_WANTED, MailKind.COPY, MailKind.COPY_SUMS)
+    box, kinds = Mailbox(), (COPIES_WANTED_MAIL, COPY_MAIL, COPY_SUMS_MAIL)
     for generation in (GENERATION, GENERATION + 1):
         for kind in kinds:
             box.put(Mail(key=MailKey(generation, 2**62, kind, 0, 0), data=memoryview(b"12345678")))
     drop_old_mail(box, GENERATION)
-    assert box.try_take_kind(MailKind.COPY, lambda key: key.generation == GENERATION) is not None
+    assert box.try_take_kind(COPY_MAIL, lambda key: key.generation == GENERATION) is not None
     drop_old_mail(box, GENERATION + 1)
     left = [box.try_take_kind(kind) for _ in range(2) for kind in kinds]
     assert [mail.key.generation for mail in left if mail is not None] == [GENERATION + 1] * 3

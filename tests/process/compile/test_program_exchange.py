@@ -12,7 +12,7 @@ from resilient_jax.compile.program_exchange import (
     FETCH_PROGRAM,
     MAX_WAITING_REQUESTS,
     PROGRAM_SERVICE,
-    ProgramChunk,
+    ProgramAnswer,
     ProgramDirectory,
 )
 from resilient_jax.compile.program_fetcher import Patience, ProgramFetcher, ProgramPeer, find_owner
@@ -20,8 +20,8 @@ from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, Membership
-from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.sync_server import SyncServer
+from resilient_jax.transport import Credentials, PeerServer
+from resilient_jax.transport.peer_calls import CallService
 from tests.support.patience import NEVER_S, patience
 
 CREDENTIALS = Credentials("secret", None)
@@ -56,11 +56,9 @@ class Host:
         self.name, self.folder, self.failures = name, folder, []
         self.patience: Patience | None = Patience(is_ahead=False, check=lambda: None)
         self.directory = ProgramDirectory(folder, SUFFIX)
-        self.server = SyncServer("127.0.0.1:0", credentials=CREDENTIALS, num_threads=THREADS)
-        self.server.add(
-            PROGRAM_SERVICE, {**self.directory.handlers, **({FETCH_PROGRAM: handler} if handler else {})}
-        )
-        self.server.start()
+        handlers = {**self.directory.handlers, **({FETCH_PROGRAM: handler} if handler else {})}
+        services = {PROGRAM_SERVICE: CallService(handlers)}
+        self.server = PeerServer("127.0.0.1", CREDENTIALS, services, name="rj-programs")
         self.peer = ProgramPeer(host=name, endpoint=self.server.address)
         self.programs = ProgramFetcher(
             name,
@@ -69,6 +67,10 @@ class Host:
             lambda: self.patience,
             lambda *words: self.failures.append(words),
         )
+
+    def close(self) -> None:
+        self.programs.end()
+        self.server.shut_down()
 
     def begin_generation(self, number: GenerationNumber, hosts: Sequence["Host"]) -> None:
         for part in (self.programs, self.directory):
@@ -93,7 +95,7 @@ def hosts(tmp_path, request):
     found = start_hosts(tmp_path, request.param)
     yield found
     for host in found:
-        host.server.stop()
+        host.close()
 
 
 def key_of(owner: Host, hosts) -> str:
@@ -160,7 +162,7 @@ def test_a_host_that_is_no_member_yet_has_what_members_have_and_claims_nothing(h
     holds.keep(key, b"program")
     assert holds.programs.finish()
     assert newcomer.programs.fetch(key) == b"program"
-    newcomer.server.stop()
+    newcomer.close()
 
 
 def test_a_program_that_could_not_be_kept_is_compiled_by_every_host(hosts):
@@ -176,7 +178,7 @@ def test_when_the_host_that_compiles_is_gone_another_one_compiles_in_the_next_ge
     keys = (f"jit_step-{i:02}" for i in range(99))
     key = next(key for key in keys if find_owner(key, peers) == find_owner(key, left) == owner.peer)
     assert gone.programs.fetch(key) is None
-    gone.server.stop()
+    gone.server.shut_down()
     for host in (owner, other):
         host.begin_generation(GenerationNumber(2), [owner, other])
     assert other.programs.fetch(key) is None, "it does not wait for the lease's end"
@@ -246,7 +248,7 @@ def test_waiting_requests_leave_threads_for_others(hosts):
 
 def test_an_owner_that_is_gone_is_reported_and_the_program_is_compiled_here(hosts):
     owner, other, _ = hosts
-    owner.server.stop()
+    owner.server.shut_down()
     assert other.programs.fetch(key_of(owner, hosts)) is None
     assert [host for host, _ in other.failures] == [owner.peer.host]
 
@@ -257,17 +259,16 @@ def test_a_host_that_has_the_program_and_is_gone_is_reported_and_the_program_is_
     assert had.programs.fetch(key) is None
     had.keep(key, b"program")
     had.programs.finish()
-    had.server.stop()
+    had.close()
     assert other.programs.fetch(key) is None
     assert [host for host, _ in other.failures] == [had.peer.host]
     for host in (owner, other):
-        host.server.stop()
+        host.close()
 
 
 def test_changed_bytes_are_refused(tmp_path):
     def send_damaged(request):
-        yield ProgramChunk(size=7, crc32=1)
-        yield ProgramChunk(data=b"program")
+        return ProgramAnswer(data=b"program", crc32=1)
 
     owner, other = Host(NAMES[0], tmp_path / "owner", send_damaged), Host(NAMES[1], tmp_path / "other")
     both = [owner, other]
@@ -275,7 +276,7 @@ def test_changed_bytes_are_refused(tmp_path):
     assert other.programs.fetch(key_of(owner, both)) is None
     assert "CRC-32" in other.failures[0][1]
     for host in both:
-        host.server.stop()
+        host.close()
 
 
 @pytest.mark.parametrize("key", ["", "../secret", "a/b", ".hidden", "a\x00b"])

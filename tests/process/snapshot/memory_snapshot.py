@@ -19,18 +19,17 @@ from resilient_jax.snapshot.manifest import (
     find_corrupt_block,
 )
 from resilient_jax.snapshot.messages import (
-    BULK_ADDRESS,
     MANIFEST,
+    READ,
     SERVICE,
-    BulkAddressReply,
     ManifestReply,
     ManifestRequest,
     ReadRequest,
     Region,
 )
 from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members
-from resilient_jax.transport import BulkServer, Credentials, SyncServer
-from resilient_jax.transport.bulk_server import BulkResponse
+from resilient_jax.transport import Credentials, PeerServer
+from resilient_jax.transport.peer_calls import CallService, MemoryAnswer
 
 CREDENTIALS = Credentials("test-token")
 ID = SnapshotId(12, GenerationNumber(3))
@@ -57,8 +56,7 @@ class Keeper:
     believes: bool = False
     lies_on_the_way: bool = False
     requests: list[ReadRequest] = field(default_factory=list)
-    server: SyncServer = field(default_factory=lambda: SyncServer(credentials=CREDENTIALS))
-    bulk: BulkServer[ReadRequest] = field(init=False)
+    server: PeerServer = field(init=False)
 
     def start(self) -> None:
         checksum = choose_checksum(self.manifest.checksum)
@@ -67,33 +65,21 @@ class Keeper:
             return checksum.compute(data) ^ self.lies_on_the_way
 
         # A test may replace `give`, so it is looked up for every request.
-        self.bulk = BulkServer(
-            "127.0.0.1",
-            CREDENTIALS,
-            ReadRequest,
-            lambda request: self.give(request),
+        service = CallService(
+            {MANIFEST: self.give_manifest, READ: lambda request: self.give(request)},
             dataclasses.replace(checksum, compute=digest),
         )
-        self.bulk.start()
-        self.server.add(
-            SERVICE,
-            {
-                MANIFEST: self.give_manifest,
-                BULK_ADDRESS: lambda _: BulkAddressReply(port=self.bulk.port, ticket=self.bulk.ticket),
-            },
-        )
-        self.server.start()
+        self.server = PeerServer("127.0.0.1", CREDENTIALS, {SERVICE: service}, name="rj-keeper")
 
     def stop(self) -> None:
-        self.server.stop()
-        self.bulk.stop()
+        self.server.shut_down()
 
     def give_manifest(self, request: ManifestRequest) -> ManifestReply:
         if request.id != ID or request.host not in self.manifests:
             raise PeerError(f"{self.host} has no manifest of {request.host} in {request.id}")
         return ManifestReply(data=self.manifests[request.host])
 
-    def give(self, request: ReadRequest) -> BulkResponse:
+    def give(self, request: ReadRequest) -> MemoryAnswer:
         self.requests.append(request)
         if request.id != ID:
             raise PeerError(f"{self.host} does not have {request.id}")
@@ -103,7 +89,7 @@ class Keeper:
             self.verify(request, checksum)
         data = bytearray(memory[request.offset : request.offset + request.length])
         data[0] ^= self.lies_on_the_way and not request.verify
-        return BulkResponse(memoryview(data), request.verify)
+        return MemoryAnswer(memoryview(data), request.verify)
 
     def verify(self, request: ReadRequest, checksum: Checksum) -> None:
         stop = request.offset + request.length

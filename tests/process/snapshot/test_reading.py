@@ -14,7 +14,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.snapshot import snapshot_reader, stripe_decoder
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
-from resilient_jax.transport.bulk_server import BulkResponse
+from resilient_jax.transport.peer_calls import MemoryAnswer
 from tests.process.snapshot.memory_snapshot import CREDENTIALS, Kept, keep
 from tests.support.patience import patience, wait_until
 
@@ -396,7 +396,7 @@ def test_an_exception_of_check_ends_a_read_while_a_server_hangs():
         def hang(request):
             hanging.set()
             release.wait(WAIT_S)
-            return BulkResponse(memoryview(b""))
+            return MemoryAnswer(memoryview(b""))
 
         def check():
             if hanging.is_set():
@@ -418,7 +418,7 @@ def test_a_loss_is_raised_at_once_while_another_server_hangs():
         def hang(request):
             hanging.set()
             release.wait()
-            return BulkResponse(memoryview(b""))
+            return MemoryAnswer(memoryview(b""))
 
         kept.keepers[B].give = hang
         try:

@@ -46,7 +46,7 @@ from resilient_jax.snapshot.messages import (
 )
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME
 from resilient_jax.snapshot.stripes import data_members, stripe_of_row
-from resilient_jax.transport import Credentials, SyncChannel
+from resilient_jax.transport import Credentials, PeerChannel
 from tests.chaos.resource_limits import limit_memory
 from tests.process.snapshot.served_snapshots import (
     COMMITTED,
@@ -137,10 +137,10 @@ def test_parts_are_committed_on_all_hosts_with_the_parity_of_their_padded_chunks
                     expected = [bytearray(length) for _ in range(m)]
                     encode(ReedSolomon(n - m, m), NumpyKernel(), data, expected)
                     assert host.read(id, Region.PARITY, length, row=row) == expected[row]
-                with SyncChannel(host.endpoint, CREDENTIALS) as channel:
+                with PeerChannel(host.endpoint, CREDENTIALS, SERVICE) as channel:
                     for other in hosts:
                         request = ManifestRequest(id=id, host=other.name)
-                        reply = channel.call(SERVICE, MANIFEST, request, timeout_s=WAIT_S)
+                        reply = channel.call(MANIFEST, request, timeout_s=WAIT_S)
                         assert decode_manifest(reply.data) == make_manifest(
                             layout, id, other.name, part_of(layout, other, id)
                         )
@@ -425,15 +425,15 @@ def test_an_older_generation_is_refused_but_its_snapshots_are_still_read():
             workers[0].open_layout(layout)
         with pytest.raises(StaleGeneration):
             workers[0].begin(make_id(2))
-        with SyncChannel(hosts[0].endpoint, CREDENTIALS) as channel:
+        with PeerChannel(hosts[0].endpoint, CREDENTIALS, SERVICE) as channel:
             complete = CompleteRequest(id=make_id(2), host=hosts[1].name)
             with pytest.raises(StaleGeneration):
-                channel.call(SERVICE, COMPLETE, complete, timeout_s=WAIT_S)
+                channel.call(COMPLETE, complete, timeout_s=WAIT_S)
             piece = ParityPiece(
                 id=make_id(2), stripe=0, row=0, offset=0, data=b"", checksum=CHECKSUM.name, checksums=()
             )
             with pytest.raises(StaleGeneration):
-                channel.call(SERVICE, PARITY, piece, timeout_s=WAIT_S)
+                channel.call(PARITY, piece, timeout_s=WAIT_S)
         part = part_of(layout, hosts[0], make_id(1))
         assert hosts[0].read(make_id(1), Region.PART, len(part)) == part
 
@@ -449,10 +449,10 @@ def test_an_absent_or_unfinished_snapshot_cannot_be_read(tmp_path):
 
 
 def test_a_client_with_another_token_is_refused():
-    with running(1) as (host,), SyncChannel(host.endpoint, Credentials("another-token")) as channel:
+    with running(1) as (host,), PeerChannel(host.endpoint, Credentials("another-token"), SERVICE) as channel:
         request = ManifestRequest(id=make_id(1), host=host.name)
         with pytest.raises(Unauthenticated):
-            channel.call(SERVICE, MANIFEST, request, timeout_s=WAIT_S)
+            channel.call(MANIFEST, request, timeout_s=WAIT_S)
         host.wait_event(EventKind.REQUEST_UNAUTHENTICATED)
 
 

@@ -3,9 +3,9 @@
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import cast
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 
@@ -14,13 +14,13 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host, flatten_state
 from resilient_jax.state.peer_transfer import (
+    SERVICE,
     CancellableTransfer,
-    FetchStateRequest,
-    StateChunk,
     StateServer,
     fetch_state,
 )
 from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.peer_calls import CallService
 
 CREDENTIALS = Credentials("secret")
 NUMBER = GenerationNumber(4)
@@ -92,18 +92,16 @@ def test_changed_bytes_are_detected_and_the_next_source_is_used(
 ) -> None:
     state = make_state()
     server.offer(NUMBER, state)
-    original = StateServer._fetch
 
-    def flip_a_bit(self: StateServer, request: FetchStateRequest) -> Iterator[StateChunk]:
-        for part in original(self, request):
-            data = bytearray(part.data)
-            if data:
-                data[len(data) // 2] ^= 1
-            yield msgspec.structs.replace(part, data=bytes(data))
+    def flip_a_bit(sent: memoryview) -> memoryview:
+        data = bytearray(sent)
+        if data:
+            data[len(data) // 2] ^= 1
+        return memoryview(data)
 
-    monkeypatch.setattr(StateServer, "_fetch", flip_a_bit)
     bad = StateServer("127.0.0.1", CREDENTIALS)
-    monkeypatch.undo()
+    service = cast(CallService, bad._server._services[SERVICE])
+    monkeypatch.setattr(service, "_transform_sent", flip_a_bit)
     try:
         bad.offer(NUMBER, state)
         found, refused = fetch([source("bad", bad), source("good", server)])

@@ -136,12 +136,15 @@ def running(*names: str, token: str = TOKEN, folder: str = "") -> Iterator[list[
     assert {name: code for name, code in codes.items() if code not in (0, -signal.SIGKILL)} == {}
 
 
+KIND = MailKind("x")
+
+
 def key(
     microbatch: int = 0,
     *,
     generation: int = 1,
     step: int = 0,
-    kind: MailKind = MailKind.ACTIVATION,
+    kind: MailKind = KIND,
     block: int = 0,
 ) -> MailKey:
     """Return a key."""
@@ -150,7 +153,7 @@ def key(
 
 def fields(of: MailKey) -> list:
     """Return a key as an order has it."""
-    return [of.generation, of.step, of.kind.value, of.microbatch, of.block]
+    return [of.generation, of.step, of.kind, of.microbatch, of.block]
 
 
 def make_bytes(length: int, seed: int) -> bytes:

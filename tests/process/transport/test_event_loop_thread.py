@@ -12,10 +12,16 @@ from tests.support.patience import patience
 
 WAIT_S = patience(1)
 EXIT_PROGRAM = """
-from resilient_jax.transport import Credentials, SyncChannel, SyncServer
-server = SyncServer(credentials=Credentials("token"))
-server.start()
-channel = SyncChannel(server.address, Credentials("token"))  # neither is closed
+from resilient_jax.transport import Channel, Credentials, PeerServer, Server
+from resilient_jax.transport.event_loop_thread import share_event_loop
+
+async def open_both():
+    server = Server(credentials=Credentials("token"))
+    await server.start()
+    return server, Channel(server.address, Credentials("token"))
+
+server, channel = share_event_loop().run(open_both())
+peers = PeerServer("127.0.0.1", Credentials("token"), {}, name="rj-test")  # none is closed
 print("done")
 """
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from resilient_jax.transport import Credentials, incoming_connections
-from resilient_jax.transport.bulk_protocol import make_client_context
+from resilient_jax.transport.credentials import make_client_context
 from resilient_jax.transport.incoming_connections import IncomingConnections
 from tests.support.authority import Authority
 from tests.support.patience import patience, wait_until
@@ -25,11 +25,12 @@ def few_places(monkeypatch):
     monkeypatch.setattr(incoming_connections, "MAX_CONNECTIONS", MAX_CONNECTIONS)
 
 
-def serve(connection, peer, let_in):
+def serve(visit):
     """Answer each byte; the first one proves all there is to prove."""
+    connection = visit.connection
     if connection.recv(1) != b"p":
         return
-    let_in()
+    visit.let_in()
     connection.sendall(b"P")
     while said := connection.recv(1):
         connection.sendall(said.upper())

@@ -43,7 +43,7 @@ class Peer:
 
 
 def make_key(generation: int) -> MailKey:
-    return MailKey(generation=generation, step=0, kind=MailKind.STATE, microbatch=0, block=0)
+    return MailKey(generation=generation, step=0, kind=MailKind("state"), microbatch=0, block=0)
 
 
 @pytest.fixture

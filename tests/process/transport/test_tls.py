@@ -13,12 +13,13 @@ from resilient_jax.transport import (
     Channel,
     Credentials,
     Method,
+    PeerChannel,
+    PeerServer,
     Server,
-    SyncChannel,
-    SyncServer,
     TlsFiles,
     renewed_channel,
 )
+from resilient_jax.transport.peer_calls import CallService
 from tests.support.authority import Authority
 from tests.support.patience import patience
 
@@ -100,14 +101,15 @@ def test_one_server_name_can_serve_every_host(authority):
     assert exchange(Credentials("token", server), Credentials("token", named)) == Number(1)
 
 
-def test_the_synchronous_transport_uses_tls(authority):
+def test_peer_sockets_use_tls(authority):
     credentials = Credentials("token", authority.sign("both"))
-    server = SyncServer(credentials=credentials)
-    server.add(SERVICE, {ECHO: lambda request: request})
-    with server, SyncChannel(server.address, credentials) as channel:
-        assert channel.call(SERVICE, ECHO, Number(2), timeout_s=WAIT_S) == Number(2)
-        with SyncChannel(server.address, Credentials("token")) as plain, pytest.raises(PeerUnreachable):
-            plain.call(SERVICE, ECHO, Number(2), timeout_s=WAIT_S)
+    service = CallService({ECHO: lambda request: request})
+    server = PeerServer("127.0.0.1", credentials, {SERVICE: service}, name="rj-test")
+    with contextlib.closing(server), PeerChannel(server.address, credentials, SERVICE) as channel:
+        assert channel.call(ECHO, Number(2), timeout_s=WAIT_S) == Number(2)
+        plain = PeerChannel(server.address, Credentials("token"), SERVICE)
+        with plain, pytest.raises(PeerUnreachable):
+            plain.call(ECHO, Number(2), timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize("role", ["certificate", "key", "authority"])
@@ -145,7 +147,9 @@ def test_the_error_names_a_damaged_tls_file(authority, tmp_path, role, content, 
         bad.write_text(content)
     tls = dataclasses.replace(good, **{role: bad})
     with pytest.raises(ConfigError, match=f"cannot listen on .*: TLS {role} file {bad} {words}"):
-        SyncServer(credentials=Credentials("token", tls)).start()
+        PeerServer("127.0.0.1", Credentials("token", tls), {}, name="rj-test")
+    with pytest.raises(ConfigError, match=f"cannot listen on .*: TLS {role} file {bad} {words}"):
+        asyncio.run(Server(credentials=Credentials("token", tls)).start())
 
 
 def replace_files(files, by):

@@ -47,7 +47,9 @@ class HostMail:
 
 
 def run(post, call):
-    exchanges = [MailExchange(mail=post.of(own), hosts=HOSTS, own=own, kind=MailKind.ROWS) for own in HOSTS]
+    exchanges = [
+        MailExchange(mail=post.of(own), hosts=HOSTS, own=own, kind=MailKind("rows")) for own in HOSTS
+    ]
     with ThreadPoolExecutor(len(HOSTS)) as threads:
         return list(threads.map(call, exchanges))
 

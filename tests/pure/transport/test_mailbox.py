@@ -15,7 +15,7 @@ WAIT_S = patience(6)
 
 
 def key(microbatch=0, generation=1, step=0):
-    return MailKey(generation, step, MailKind.ACTIVATION, microbatch, 3)
+    return MailKey(generation, step, MailKind("activation"), microbatch, 3)
 
 
 def mail(data, **fields):

@@ -1,4 +1,4 @@
-"""Bulk reads: authentication, results, and an error for each way to fail."""
+"""Calls between peers: authentication, results, and an error for each way to fail."""
 
 import contextlib
 import dataclasses
@@ -18,14 +18,20 @@ from resilient_jax.errors import (
     ChecksumMismatch,
     InternalError,
     MessageError,
+    OperatorError,
     PeerUnreachable,
     SnapshotMissing,
+    Unauthenticated,
 )
+from resilient_jax.events import EventKind
 from resilient_jax.protocol.framing import HEADER, encode_frame
-from resilient_jax.transport import BulkChannel, BulkServer, Credentials, incoming_connections
-from resilient_jax.transport import bulk_channel as bulk_channel_module
-from resilient_jax.transport import bulk_server as bulk_server_module
-from resilient_jax.transport.bulk_server import BulkResponse
+from resilient_jax.transport import Credentials, PeerChannel, PeerServer, incoming_connections, peer_calls
+from resilient_jax.transport import peer_channel as peer_channel_module
+from resilient_jax.transport.method import Method, ReadMethod, encode
+from resilient_jax.transport.peer_calls import CallService, MemoryAnswer, PeerRequest
+from resilient_jax.transport.peer_connection import OpenSockets, PeerConnector
+from resilient_jax.transport.peer_handshake import NONCE_BYTES, PeerChallenge, PeerWelcome
+from resilient_jax.transport.socket_io import receive_frame, send_frame
 from tests.support.authority import Authority
 from tests.support.open_descriptors import free_descriptors
 from tests.support.own_process import in_own_process
@@ -42,41 +48,56 @@ class Range(msgspec.Struct, frozen=True):
     length: int
 
 
+class Blob(msgspec.Struct):
+    data: bytes
+
+
+SERVICE = "test"
+READ = ReadMethod("read", Range)
+ECHO = Method("echo", Blob, Blob)
+
+
 def serve(request):
-    return BulkResponse(memoryview(MEMORY)[request.start :][: request.length])
+    return MemoryAnswer(memoryview(MEMORY)[request.start :][: request.length])
 
 
 @contextlib.contextmanager
-def serving(handler=serve, credentials=CREDENTIALS, checksum=CHECKSUM):
-    server = BulkServer("127.0.0.1", credentials, Range, handler, checksum)
-    server.start()
+def serving(handler=serve, credentials=CREDENTIALS, checksum=CHECKSUM, on_event=None):
+    service = CallService({READ: handler, ECHO: lambda request: request}, checksum)
+    server = PeerServer("127.0.0.1", credentials, {SERVICE: service}, name="rj-test", on_event=on_event)
     try:
         yield server
     finally:
-        server.stop()
+        server.shut_down()
 
 
 @contextlib.contextmanager
-def channel_to(server, credentials=CREDENTIALS, *, ticket=None, host="127.0.0.1"):
-    channel = BulkChannel(f"{host}:{server.port}", ticket or server.ticket, credentials)
-    with contextlib.closing(channel):
+def channel_to(server, credentials=CREDENTIALS, *, host="127.0.0.1", service=SERVICE):
+    with PeerChannel(f"{host}:{server.port}", credentials, service) as channel:
         yield channel
 
 
 def read(channel, start, length, timeout_s=WAIT_S):
     out = bytearray(length)
-    channel.read_into(Range(start, length), memoryview(out), timeout_s=timeout_s)
+    channel.read_into(READ, Range(start, length), memoryview(out), timeout_s=timeout_s)
     return bytes(out)
 
 
+def connect(server):
+    """Return a connection to the service, whose ends have proved themselves."""
+    return PeerConnector(server.address, CREDENTIALS, SERVICE).connect(
+        time.monotonic() + WAIT_S, OpenSockets("test")
+    )
+
+
 def threads_of_servers():
-    """Return what each thread of a server runs: "_accept", or "_serve_connection" for a connection."""
+    """Return what each thread of a server runs: "_accept", or "_run" for a connection."""
     return [
         frame.f_code.co_name
         for top in sys._current_frames().values()
         for frame, _ in traceback.walk_stack(top)
-        if frame.f_code.co_filename in (bulk_server_module.__file__, incoming_connections.__file__)
-        and frame.f_code.co_name in ("_accept", "_serve_connection")
+        if frame.f_code.co_filename in (incoming_connections.__file__,)
+        and frame.f_code.co_name in ("_accept", "_run")
     ]
 
 
@@ -121,7 +142,7 @@ def test_an_error_of_the_handler_reaches_the_client_and_the_connection_is_reused
         with pytest.raises(InternalError, match="OSError: a bug"):
             read(channel, 0, 2)
         assert read(channel, 0, 3) == MEMORY[:3]
-        assert threads_of_servers().count("_serve_connection") == 1
+        assert threads_of_servers().count("_run") == 1
 
 
 def refuses(server, error, text, **options):
@@ -136,13 +157,82 @@ def test_bytes_changed_in_transit_are_detected():
 
 
 def test_a_response_of_another_length_than_requested_is_refused():
-    with serving(lambda request: BulkResponse(memoryview(MEMORY)[:7])) as server:
+    with serving(lambda request: MemoryAnswer(memoryview(MEMORY)[:7])) as server:
         refuses(server, MessageError, "sends 7 bytes, expected 8")
 
 
-def test_a_client_without_the_ticket_is_refused():
+def test_a_client_with_another_token_is_refused():
     with serving() as server:
-        refuses(server, PeerUnreachable, "broke off", ticket=bytes(16))
+        refuses(server, Unauthenticated, "proof of the job token is wrong", credentials=Credentials("toke"))
+
+
+def test_a_client_of_another_service_is_refused_by_name():
+    with serving() as server:
+        refuses(server, PeerUnreachable, "other at .* refuses our connection: this is test", service="other")
+
+
+def test_a_wrong_token_is_reported_once():
+    seen = []
+    with serving(on_event=lambda kind, detail: seen.append((kind, detail["peer"]))) as server:
+        for _ in range(3):
+            refuses(server, Unauthenticated, "job token", credentials=Credentials("wrong"))
+    assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, "127.0.0.1")]
+
+
+def test_a_server_that_does_not_prove_itself_gets_no_request():
+    with contextlib.ExitStack() as owned:
+        listener = owned.enter_context(socket.create_server(("127.0.0.1", 0)))
+        heard = []
+
+        def pretend():
+            with listener.accept()[0] as accepted:
+                accepted.recv(NONCE_BYTES, socket.MSG_WAITALL)
+                send_frame(accepted, PeerChallenge(bytes(NONCE_BYTES)), time.monotonic() + WAIT_S)
+                receive_frame(accepted, time.monotonic() + WAIT_S)
+                send_frame(accepted, PeerWelcome(bytes(32)), time.monotonic() + WAIT_S)
+                heard.append(accepted.recv(1))
+
+        impostor = threading.Thread(target=pretend)
+        impostor.start()
+        owned.callback(impostor.join, WAIT_S)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with PeerChannel(address, CREDENTIALS, SERVICE) as channel, pytest.raises(Unauthenticated):
+            read(channel, 0, 8)
+    assert heard == [b""]
+
+
+def test_a_message_of_8_mib_is_answered_with_one():
+    with serving() as server, channel_to(server) as channel:
+        blob = Blob(os.urandom(8 * 2**20))
+        assert channel.call(ECHO, blob, timeout_s=WAIT_S) == blob
+
+
+def test_a_request_that_is_none_of_the_service_is_refused_and_the_connection_is_reused():
+    with serving() as server, channel_to(server) as channel:
+        with pytest.raises(MessageError, match="found no such method"):
+            channel.call(Method("other", Blob, Blob), Blob(b""), timeout_s=WAIT_S)
+        with pytest.raises(MessageError, match=r"Object missing required field `data`"):
+            channel.call(Method("echo", Range, Blob), Range(1, 2), timeout_s=WAIT_S)
+        with pytest.raises(MessageError, match=r"the answer of .* to echo does not decode as Range"):
+            channel.call(Method("echo", Blob, Range), Blob(b""), timeout_s=WAIT_S)
+        assert channel.call(ECHO, Blob(b"x"), timeout_s=WAIT_S) == Blob(b"x")
+        assert threads_of_servers().count("_run") == 1
+
+
+def test_an_address_of_another_machine_is_refused_with_the_reason():
+    with pytest.raises(
+        OperatorError, match=r"cannot listen on 192\.0\.2\.1: Cannot assign requested address"
+    ):
+        PeerServer("192.0.2.1", CREDENTIALS, {}, name="rj-test")
+
+
+def test_an_impostor_that_passes_on_the_proofs_of_a_server_is_refused():
+    """A server proves itself only at an address of its machine; 192.0.2.1 is nobody's (RFC 5737)."""
+    with serving() as server:
+        connector = PeerConnector(server.address, CREDENTIALS, SERVICE)
+        connector._hello = msgspec.structs.replace(connector._hello, address=f"192.0.2.1:{server.port}")
+        with pytest.raises(PeerUnreachable, match="no address of its machine"):
+            connector.connect(time.monotonic() + WAIT_S, OpenSockets("test"))
 
 
 def test_a_read_from_a_silent_server_fails_at_its_timeout():
@@ -154,7 +244,7 @@ def test_a_read_from_a_silent_server_fails_at_its_timeout():
 
     with serving(hang) as server, channel_to(server) as channel:
         try:
-            with pytest.raises(PeerUnreachable, match=r"did not answer a read within 0\.2 s"):
+            with pytest.raises(PeerUnreachable, match=r"did not answer read within 0\.2 s"):
                 read(channel, 0, 8, timeout_s=0.2)
         finally:
             release.set()
@@ -186,7 +276,7 @@ def test_closing_the_channel_ends_a_read_that_waits():
 def test_a_stopped_server_is_distinguished_from_a_slow_one():
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
-        server.stop()
+        server.shut_down()
         wait_until("the end of all threads", lambda: not threads_of_servers())
         with pytest.raises(PeerUnreachable) as raised:
             read(channel, 0, 8)
@@ -194,10 +284,10 @@ def test_a_stopped_server_is_distinguished_from_a_slow_one():
 
 
 def test_a_connection_that_broke_while_idle_is_replaced(monkeypatch):
-    monkeypatch.setattr(bulk_server_module, "IDLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(peer_calls, "IDLE_TIMEOUT_S", 0.05)
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
-        wait_until("the end of the connection", lambda: "_serve_connection" not in threads_of_servers())
+        wait_until("the end of the connection", lambda: "_run" not in threads_of_servers())
         assert read(channel, 0, 8) == MEMORY[:8]
 
 
@@ -205,12 +295,13 @@ def test_a_connection_that_broke_while_idle_is_replaced(monkeypatch):
 def test_a_client_that_breaks_the_protocol_is_disconnected(said):
     with serving() as server:
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
-            stranger.sendall(said if said is not None else server.ticket + HEADER.pack(2**31))
+            stranger.sendall(said if said is not None else bytes(32) + HEADER.pack(2**31))
             stranger.settimeout(WAIT_S)
             with contextlib.suppress(ConnectionError, OSError):  # the server closed with data unread
                 stranger.shutdown(socket.SHUT_WR)
-                assert stranger.recv(10) == b""
-        wait_until("the end of the connection", lambda: "_serve_connection" not in threads_of_servers())
+                while stranger.recv(1000):
+                    pass  # a challenge
+        wait_until("the end of the connection", lambda: "_run" not in threads_of_servers())
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
@@ -228,25 +319,59 @@ def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, 
                 with channel_to(server, ours) as channel:
                     assert read(channel, 0, 8) == MEMORY[:8]
             else:
-                with channel_to(server, ours, ticket=bytes(16)) as channel, pytest.raises(PeerUnreachable):
+                theirs = Credentials("wrong", ours.tls)
+                with channel_to(server, theirs) as channel, pytest.raises(Unauthenticated):
                     read(channel, 0, 8, timeout_s=WAIT_S)
-        wait_until("the end of all connections", lambda: "_serve_connection" not in threads_of_servers())
+        wait_until("the end of all connections", lambda: "_run" not in threads_of_servers())
     wait_until("the end of all threads", lambda: not threads_of_servers())
     wait_until("the descriptors of before", lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_client_waits_while_the_server_is_at_its_connection_limit(monkeypatch):
     monkeypatch.setattr(incoming_connections, "MAX_CONNECTIONS", 1)
-    with serving() as server, channel_to(server) as second:
-        found = []
-        with channel_to(server) as first:
-            read(first, 0, 8)
-            waiting = threading.Thread(target=lambda: found.append(read(second, 8, 8)))
-            waiting.start()
-            waiting.join(0.2)
-            assert found == []
-        waiting.join(WAIT_S)
-        assert found == [MEMORY[8:16]]
+    asked, release = threading.Event(), threading.Event()
+
+    def hang(request):
+        if request.start == 0:
+            asked.set()
+            release.wait(WAIT_S)
+        return serve(request)
+
+    with serving(hang) as server, channel_to(server) as first, channel_to(server) as second:
+        found = {}
+
+        def run(channel, start):
+            found[start] = read(channel, start, 8)
+
+        threads = [threading.Thread(target=run, args=asked) for asked in ((first, 0), (second, 8))]
+        threads[0].start()
+        assert asked.wait(WAIT_S)
+        threads[1].start()
+        threads[1].join(0.2)
+        assert found == {}
+        release.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert found == {0: MEMORY[:8], 8: MEMORY[8:16]}
+
+
+def test_of_more_clients_than_places_all_are_served_in_turn(monkeypatch):
+    """Who asks takes the place of who asks nothing at the moment, who then connects again."""
+    monkeypatch.setattr(incoming_connections, "MAX_CONNECTIONS", 2)
+    with serving() as server, contextlib.ExitStack() as opened:
+        channels = [opened.enter_context(channel_to(server)) for _ in range(5)]
+        for number in range(20):
+            assert read(channels[number % 5], number, 8) == MEMORY[number : number + 8]
+
+
+def test_a_call_on_a_connection_that_ends_before_its_answer_is_made_again_once(monkeypatch):
+    """The server may close an idle connection at the moment in which a request comes."""
+    with serving() as server, channel_to(server) as channel:
+        read(channel, 0, 8)
+        (idle,) = channel._idle
+        monkeypatch.setattr(peer_channel_module, "_is_quiet", lambda connection: True)
+        idle.shutdown(socket.SHUT_RDWR)
+        assert read(channel, 8, 8) == MEMORY[8:16]
 
 
 @in_own_process
@@ -260,22 +385,22 @@ def test_a_server_out_of_descriptors_accepts_again_once_some_are_free():
 
 
 def test_a_client_that_reads_its_response_too_slowly_is_disconnected(monkeypatch):
-    monkeypatch.setattr(bulk_server_module, "SEND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(peer_calls, "SEND_TIMEOUT_S", 0.5)
     large = memoryview(bytes(64 * 2**20))  # more than the kernel buffers
     with (
-        serving(lambda request: BulkResponse(large)) as server,
-        socket.create_connection(("127.0.0.1", server.port)) as slow,
+        serving(lambda request: MemoryAnswer(large)) as server,
+        connect(server) as slow,
     ):
-        slow.sendall(server.ticket + encode_frame(msgspec.msgpack.encode(Range(0, len(large)))))
+        slow.sendall(encode_frame(encode(PeerRequest("read", msgspec.Raw(encode(Range(0, len(large))))))))
         deadline = Deadline(WAIT_S)
-        while "_serve_connection" in threads_of_servers():
+        while "_run" in threads_of_servers():
             assert deadline.find_rest_s() > 0
             slow.recv(1000)
             time.sleep(0.02)
 
 
 def test_closing_the_channel_ends_an_unanswered_connect(monkeypatch):
-    monkeypatch.setattr(bulk_channel_module, "CONNECT_TIMEOUT_S", NEVER_S)
+    monkeypatch.setattr(peer_channel_module, "CONNECT_TIMEOUT_S", NEVER_S)
     with contextlib.ExitStack() as owned:
         full = owned.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
@@ -285,7 +410,7 @@ def test_closing_the_channel_ends_an_unanswered_connect(monkeypatch):
             filler = owned.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(address)
-        channel = BulkChannel(f"127.0.0.1:{address[1]}", bytes(16), CREDENTIALS)
+        channel = PeerChannel(f"127.0.0.1:{address[1]}", CREDENTIALS, SERVICE)
         closing = threading.Timer(0.3, channel.close)
         closing.start()
         with pytest.raises(PeerUnreachable):
@@ -312,7 +437,7 @@ def test_with_tls_a_peer_of_the_same_authority_reads(tmp_path):
         assert read(channel, 0, 5) == MEMORY[:5]
 
 
-def test_with_tls_a_client_without_a_valid_certificate_is_refused_despite_the_ticket(tmp_path):
+def test_with_tls_a_client_without_a_valid_certificate_is_refused_despite_the_token(tmp_path):
     authority, other = Authority(tmp_path / "job", "job"), Authority(tmp_path / "other", "other")
     theirs = Credentials("token", authority.sign("server"))
     with serving(credentials=theirs) as server:
@@ -337,6 +462,6 @@ def test_the_error_of_a_client_without_certificates_says_that_the_server_uses_tl
         owned.callback(server.join, WAIT_S)
         owned.callback(told.set)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        channel = owned.enter_context(contextlib.closing(BulkChannel(address, bytes(16), CREDENTIALS)))
+        channel = owned.enter_context(contextlib.closing(PeerChannel(address, CREDENTIALS, SERVICE)))
         with pytest.raises(PeerUnreachable, match="uses TLS and we do not"):
             read(channel, 0, 5)
