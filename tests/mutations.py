@@ -195,8 +195,8 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/facts.py",
-        "        if host not in state.quarantined and is_joiner(generation",
-        "        if is_joiner(generation",
+        "    return list_able(state, state.hosts.keys() - state.quarantined)",
+        "    return list_able(state, state.hosts.keys())",
         "a host in quarantine joins",
     ),
     Mutation(
