@@ -121,9 +121,8 @@ def decide_after_loss(
     )
     choice = choose(loss, price_job(generation.record.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
-        order = list_order(generation, kept)
-        awaited_hosts = stage.hosts if choice.wait_s else ()
-        choice = msgspec.structs.replace(choice, awaited=awaited_hosts, stage_hosts=order)
+        hosts = stage.hosts if choice.wait_s else ()
+        choice = msgspec.structs.replace(choice, awaited=hosts, stage_hosts=list_order(generation, kept))
         return _record(state, choice, about=lost)
     decision = _record(state, choice, about=lost)
     return note_axes(generation, decision, *planned) if planned is not None else decision
