@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from resilient_jax.planning.search import search_plan as search_plan
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
     from resilient_jax.planning.transformer_cost import analyze_transformer as analyze_transformer
-    from resilient_jax.policy.choice import RecoveryChoice as RecoveryChoice
     from resilient_jax.program_analysis.program_analysis import analyze_program as analyze_program
     from resilient_jax.protocol.recovery_records import RecoveryAction as RecoveryAction
+    from resilient_jax.protocol.recovery_records import RecoveryDecision as RecoveryDecision
     from resilient_jax.protocol.recovery_records import RecoveryOption as RecoveryOption
     from resilient_jax.sharding.logical_axes import LogicalAxisRules as LogicalAxisRules
     from resilient_jax.sharding.planned_program import compile_plan as compile_plan
@@ -94,7 +94,7 @@ _HOME = {
     "RaveledArray": "resilient_jax.sharding.raveled_array",
     "ReadOptions": "resilient_jax.trainer.fit_config",
     "RecoveryAction": "resilient_jax.protocol.recovery_records",
-    "RecoveryChoice": "resilient_jax.policy.choice",
+    "RecoveryDecision": "resilient_jax.protocol.recovery_records",
     "RecoveryOption": "resilient_jax.protocol.recovery_records",
     "ReplanDecision": "resilient_jax.planning.replan_decision",
     "ReplanStep": "resilient_jax.planning.replan_decision",
@@ -153,7 +153,7 @@ __all__ = [
     "RaveledArray",
     "ReadOptions",
     "RecoveryAction",
-    "RecoveryChoice",
+    "RecoveryDecision",
     "RecoveryOption",
     "ReplanDecision",
     "ReplanStep",

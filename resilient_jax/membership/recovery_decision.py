@@ -32,7 +32,7 @@ from resilient_jax.membership.planned_axes import (
 )
 from resilient_jax.membership.spare_hosts import count_places, explain_cold_join, list_staying
 from resilient_jax.membership.world_formation import StateOrigin, explain_new_world, is_in_place
-from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.choice import choose
 from resilient_jax.policy.failure_forecast import (
     count_host_losses,
     describe_record,
@@ -121,9 +121,10 @@ def decide_after_loss(
     )
     choice = choose(loss, price_job(generation.record.history, names))
     if stage is not None and choice.action is RecoveryAction.KEEP_STAGES:
-        decision = _record(state, choice, (), stage.hosts if choice.wait_s else (), about=lost)
-        return msgspec.structs.replace(decision, stage_hosts=list_order(generation, kept))
-    decision = _record(state, choice, (), list(awaited)[: choice.num_awaited], about=lost)
+        hosts = stage.hosts if choice.wait_s else ()
+        choice = msgspec.structs.replace(choice, awaited=hosts, stage_hosts=list_order(generation, kept))
+        return _record(state, choice, about=lost)
+    decision = _record(state, choice, about=lost)
     return note_axes(generation, decision, *planned) if planned is not None else decision
 
 
@@ -237,7 +238,7 @@ def decide_admission(
     )
     choice = choose(admission, price_job(generation.record.history, hosts, names))
     again = (host for host in names if count_host_losses(generation.record.history, host) > 1)
-    decision = _record(state, choice, names, list(awaited)[: choice.num_awaited], about=again)
+    decision = _record(state, msgspec.structs.replace(choice, joining=names), about=again)
     return note_axes(generation, decision, *planned) if planned is not None else decision
 
 
@@ -294,7 +295,9 @@ def _count_lost(generation: Generation, lost: Iterable[HostName], shares: HostSh
 
 
 def _list_returns(awaited: Mapping[HostName, float], shares: HostShares) -> tuple[ExpectedReturn, ...]:
-    return tuple(ExpectedReturn(return_s, shares.count_used(host)) for host, return_s in awaited.items())
+    return tuple(
+        ExpectedReturn(return_s, shares.count_used(host), host) for host, return_s in awaited.items()
+    )
 
 
 def _is_coming(state: MembershipState, status: HostStatus) -> bool:
@@ -305,28 +308,14 @@ def _is_coming(state: MembershipState, status: HostStatus) -> bool:
 
 
 def _record(
-    state: MembershipState,
-    choice: RecoveryChoice,
-    joining: Iterable[HostName],
-    awaited: Iterable[HostName],
-    *,
-    about: Iterable[HostName],
+    state: MembershipState, choice: RecoveryDecision, *, about: Iterable[HostName]
 ) -> RecoveryDecision:
     """Return the record of a choice, whose reason begins with why hosts were lost."""
-    awaited = tuple(awaited)
     causes = describe_record(state.generation.record.history, list(about)[:MAX_NAMES])
-    return RecoveryDecision(
-        action=choice.action,
-        number=state.generation.number,
-        reason=(f"{causes}; " if causes else "")
-        + choice.reason
-        + (f"; awaited: {_describe_hosts(awaited)}" if awaited else ""),
-        options=choice.options,
-        next_failure_s=choice.next_failure_s,
-        joining=tuple(joining),
-        awaited=awaited,
-        wait_s=choice.wait_s,
-    )
+    reason = f"{causes}; {choice.reason}" if causes else choice.reason
+    if choice.awaited:
+        reason += f"; awaited: {_describe_hosts(choice.awaited)}"
+    return msgspec.structs.replace(choice, number=state.generation.number, reason=reason)
 
 
 def _describe_hosts(hosts: tuple[HostName, ...]) -> str:

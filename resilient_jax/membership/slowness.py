@@ -140,12 +140,10 @@ def decide_for_slow_host(state: MembershipState, config: MembershipConfig) -> Re
     told = (generation.number, slowdown.host, choice.action)
     if before is not None and (before.number, before.slow, before.action) == told:
         return None
-    return RecoveryDecision(
-        action=choice.action,
+    return msgspec.structs.replace(
+        choice,
         number=generation.number,
         reason=f"{_describe_cause(state, slowdown.host, report.findings.slow_hosts)}: {choice.reason}",
-        options=choice.options,
-        next_failure_s=choice.next_failure_s,
         slow=slowdown.host,
         devices=slowdown.devices if choice.action is RecoveryAction.FEWER_DEVICES else (),
     )

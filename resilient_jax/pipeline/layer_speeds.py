@@ -25,8 +25,8 @@ from resilient_jax.pipeline.step_division import (
 from resilient_jax.pipeline_schedule.routes import Team
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, share_microbatches
+from resilient_jax.policy.devices_after_loss import DeviceChoice
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
-from resilient_jax.step.device_choice import DeviceChoice
 
 ComputeGrowth = Callable[[int], float]
 LeaveOut = Callable[[Finding], DeviceChoice | str]

@@ -7,8 +7,7 @@ from resilient_jax.planning.next_plans import NextPlan
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.state_migration import HostTransfer
 from resilient_jax.planning.unequal_plan import UnequalPlan
-from resilient_jax.policy.choice import RecoveryChoice
-from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryOption
+from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision, RecoveryOption
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class ReplanStep:
     """
 
     when: str
-    choice: RecoveryChoice
+    choice: RecoveryDecision
     before_s: float
     plans: Mapping[RecoveryAction, NextPlan]
     unequal: NextPlan | None = None

@@ -26,14 +26,19 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.replan_decision import ReplanDecision, ReplanStep
 from resilient_jax.planning.state_migration import count_lost_bytes
 from resilient_jax.planning.unequal_plan import UnequalPlan
-from resilient_jax.policy.choice import RecoveryChoice, choose
-from resilient_jax.policy.devices_after_loss import DevicesAfterLoss, select_devices
+from resilient_jax.policy.choice import choose
+from resilient_jax.policy.devices_after_loss import (
+    DevicesAfterLoss,
+    choose_devices_to_leave_out,
+    explain_all_devices,
+    select_devices,
+)
 from resilient_jax.policy.loss_options import CHANGE_OF
 from resilient_jax.policy.prices import PRIOR_S, Prices, price_job
 from resilient_jax.policy.return_groups import ExpectedReturn
 from resilient_jax.policy.situations import Admission, Loss, SlowTraining
 from resilient_jax.protocol.plan_records import PlanChange
-from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, TimedChange
+from resilient_jax.protocol.recovery_records import JobHistory, RecoveryAction, RecoveryDecision, TimedChange
 from resilient_jax.protocol.slow_hosts import Slowdown, name_devices
 from resilient_jax.protocol.state_records import StageLoss
 from resilient_jax.topology import Host, Topology
@@ -42,6 +47,7 @@ COMPILED_AHEAD_HOSTS: Final = 2
 """A job compiles what it would need after the loss of so many hosts while it trains; and of one that joins."""
 ALONE: Final = "no host of its world is left"
 """Why hosts of which none trained before go on in a new world."""
+STAGE_DEVICES: Final = "what a stage of a pipeline would do with fewer devices is not estimated"
 MAX_NAMES: Final = 4
 """Of hosts in a text."""
 
@@ -209,7 +215,7 @@ class _Job:
     def _make_step(
         self,
         when: str,
-        choice: RecoveryChoice,
+        choice: RecoveryDecision,
         plans: Mapping[RecoveryAction, NextPlan | None],
         found: NextPlans | None = None,
         bytes_lost: float = 0.0,
@@ -265,7 +271,7 @@ class _Job:
             ready=self._count(left),
             num_seated=self._count(host for host in hosts if host.name in seated),
             num_lost=self._count(host for host in hosts if host.name in lost),
-            awaited=tuple(ExpectedReturn(return_s, self._count([host])) for host in back),
+            awaited=tuple(ExpectedReturn(return_s, self._count([host]), host.name) for host in back),
             needs_restore=bytes_lost > 0,
             stage_return_s=return_s if len(lost) == len(back) == 1 else None,
         )
@@ -328,20 +334,30 @@ class _Job:
         hosts, old = present.topology.hosts, present.topology.host(host.name)
         others = [one for one in hosts if one.name != host.name]
         part = min(host.speed / old.speed, host.link_speed / old.link_speed)
-        slow = _list_slow_devices(host)
-        fewer = self._leave_out(host, slow) if slow and not present.is_pipeline else None
+        speeds = dict(zip(host.living_devices, host.device_speeds, strict=False))
+        fastest = max(speeds.values(), default=1.0)
+        slow = tuple(device for device, speed in speeds.items() if speed < fastest)
+        left = choose_devices_to_leave_out(
+            [(device, speed / fastest) for device, speed in speeds.items()],
+            slow,
+            self.after_loss,
+            host.lost_devices,
+        )
+        fewer = _restrict(host, left.used) if left is not None and not present.is_pipeline else None
         plans = self._list_slow_plans(present, host, fewer, part)
-        speeds = {action: present.compute_speed(one) for action, one in plans.items()}
+        part_of = {action: present.compute_speed(one) for action, one in plans.items()}
         slowdown = Slowdown(
             generation=GenerationNumber(0),
             host=host.name if part < 1 else HostName(""),
-            kept=speeds[RecoveryAction.KEEP],
-            replaced=speeds[RecoveryAction.REPLACE],
-            without=speeds[RecoveryAction.TAKE_OUT],
-            redivided=speeds[RecoveryAction.REDIVIDE],
-            devices=slow,
-            fewer_devices=speeds[RecoveryAction.FEWER_DEVICES],
-            why_all_devices=_explain_all_devices(host, slow, is_pipeline=present.is_pipeline),
+            kept=part_of[RecoveryAction.KEEP],
+            replaced=part_of[RecoveryAction.REPLACE],
+            without=part_of[RecoveryAction.TAKE_OUT],
+            redivided=part_of[RecoveryAction.REDIVIDE],
+            devices=left.out if left is not None else slow,
+            fewer_devices=part_of[RecoveryAction.FEWER_DEVICES],
+            why_all_devices=STAGE_DEVICES
+            if slow and present.is_pipeline
+            else explain_all_devices(slow, self.after_loss),
         )
         training = SlowTraining(
             places=self.places,
@@ -359,13 +375,6 @@ class _Job:
             RecoveryAction.FEWER_DEVICES: [*others, fewer or host],
         }
         return step, present.follow(step.chosen, after.get(choice.action, [*others, host]))
-
-    def _leave_out(self, host: Host, slow: Collection[int]) -> Host | None:
-        """Return a host without slow devices, as its agent selects the others; None: it cannot do without."""
-        # Of all that it ever had: those that stand by take the place of slow ones.
-        lost = (*host.lost_devices, *slow)
-        used = select_devices(host.devices + len(host.lost_devices), lost, self.after_loss)
-        return _restrict(host, used) if used else None
 
     def _list_slow_plans(
         self, present: _Present, host: Host, fewer: Host | None, part: float
@@ -426,21 +435,6 @@ def _restrict(host: Host, used: Collection[int]) -> Host:
 
 def _differ(old: Host, new: Host) -> bool:
     return (old.speed, old.device_speeds, old.link_speed) != (new.speed, new.device_speeds, new.link_speed)
-
-
-def _list_slow_devices(host: Host) -> tuple[int, ...]:
-    """Return the devices that are slower than the host's other ones."""
-    speeds = dict(zip(host.living_devices, host.device_speeds, strict=False))
-    return tuple(device for device, speed in speeds.items() if speed < max(speeds.values()))
-
-
-def _explain_all_devices(host: Host, slow: Collection[int], *, is_pipeline: bool) -> str:
-    """Return why a slow host keeps all of its devices, if it does."""
-    if not slow:
-        return "no device of it is slower than its other ones" if host.devices > 1 else "it has one device"
-    if is_pipeline:
-        return "what a stage of a pipeline would do with fewer devices is not estimated"
-    return "it cannot do without a device"
 
 
 def _describe_loss(lost: Sequence[HostName], back: Iterable[Host]) -> str:

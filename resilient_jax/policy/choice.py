@@ -17,7 +17,6 @@ situation, must lose less by `HYSTERESIS` of that, and by `MIN_SAVED_S` at least
 come by then are not awaited again.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Final, assert_never
 
@@ -28,7 +27,12 @@ from resilient_jax.policy.prices import Prices
 from resilient_jax.policy.score import describe_s
 from resilient_jax.policy.situations import Admission, Loss, Situation, SlowTraining
 from resilient_jax.policy.slow_host_options import list_slow_host_options
-from resilient_jax.protocol.recovery_records import WAITING_ACTIONS, RecoveryAction, RecoveryOption
+from resilient_jax.protocol.recovery_records import (
+    WAITING_ACTIONS,
+    RecoveryAction,
+    RecoveryDecision,
+    RecoveryOption,
+)
 
 HYSTERESIS: Final = 0.2
 """The part of what the usual option loses until the next failure that another one must save."""
@@ -53,42 +57,25 @@ _ACTION_TEXTS: Final[Mapping[RecoveryAction, str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryChoice:
-    """What the policy has chosen.
-
-    Attributes:
-        reason: one sentence for people.
-        options: all options, the chosen one first, then by score.
-        wait_s: the longest time for which the job waits, or keeps a stage or axes; 0: the action is carried out.
-        num_awaited: number of hosts waited for: the first ones of those expected back.
-    """
-
-    action: RecoveryAction
-    reason: str
-    options: tuple[RecoveryOption, ...]
-    next_failure_s: float
-    wait_s: float = 0.0
-    num_awaited: int = 0
-
-
-def choose(situation: Situation, prices: Prices) -> RecoveryChoice:
-    """Return what to do in a situation, and why."""
+def choose(situation: Situation, prices: Prices) -> RecoveryDecision:
+    """Return what to do in a situation, and why; a reader adds what it alone knows to the record."""
     offer = list_options(situation, prices)
     chosen = _choose_action(offer, prices)
     wait = offer.waits.get(chosen, NO_WAIT)
     options = sorted(
         offer.options, key=lambda option: (option.action is not chosen, bool(option.why_not), -option.score)
     )
-    new_world_because = "" if isinstance(situation, SlowTraining) else situation.new_world_because
+    expected, new_world_because = (), ""
+    if not isinstance(situation, SlowTraining):
+        expected, new_world_because = situation.awaited, situation.new_world_because
     course = _describe_course(chosen, wait.wait_s, new_world_because)
-    return RecoveryChoice(
+    return RecoveryDecision(
         action=chosen,
         reason=f"the job {course}{_compare(options, offer.usual, prices)}",
         options=tuple(options),
         next_failure_s=prices.next_failure_s,
+        awaited=tuple(one.host for one in expected[: wait.num_awaited]),
         wait_s=wait.wait_s,
-        num_awaited=wait.num_awaited,
     )
 
 

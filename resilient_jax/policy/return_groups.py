@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from resilient_jax.ids import HostName
 from resilient_jax.policy.score import Phase
 
 PATIENCE: Final = 1.5
@@ -15,6 +16,7 @@ class ExpectedReturn(NamedTuple):
 
     return_s: float
     share: float = 1.0
+    host: HostName = HostName("")
 
 
 class ReturnGroup(NamedTuple):
@@ -40,7 +42,7 @@ def group_returns(awaited: Sequence[ExpectedReturn]) -> list[ReturnGroup]:
     """
     groups: list[ReturnGroup] = []
     first_s, hosts = 0.0, 0.0
-    for count, (return_s, share) in enumerate(awaited, 1):
+    for count, (return_s, share, _) in enumerate(awaited, 1):
         hosts += share
         if groups and return_s <= PATIENCE * first_s:
             groups[-1] = ReturnGroup(return_s, count, hosts)

@@ -97,7 +97,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         action: the option that was chosen.
-        number: the number of the generation that stood.
+        number: the number of the generation that stood; 0: it is the choice of a plan, not of a job.
         reason: one sentence for people.
         options: all options, the chosen one first, then by score.
         next_failure_s: the expected time to the next failure.
@@ -114,7 +114,7 @@ class RecoveryDecision(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     action: RecoveryAction
-    number: GenerationNumber
+    number: GenerationNumber = GenerationNumber(0)
     reason: str
     options: tuple[RecoveryOption, ...] = ()
     next_failure_s: float = 0.0

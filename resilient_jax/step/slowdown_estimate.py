@@ -16,10 +16,13 @@ import msgspec
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline_schedule.makespan import share_tasks
-from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
+from resilient_jax.policy.devices_after_loss import (
+    DevicesAfterLoss,
+    choose_devices_to_leave_out,
+    explain_all_devices,
+)
 from resilient_jax.protocol.slow_hosts import Slowdown
 from resilient_jax.protocol.step_timing import StepTiming
-from resilient_jax.step.device_choice import choose_devices_to_leave_out, explain_all_devices
 
 CAUSED_BY_HOST: Final = frozenset(
     {FindingKind.COMPUTE, FindingKind.MEMORY, FindingKind.INPUT, FindingKind.LINK}

@@ -19,7 +19,12 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.candidate_table import find_divisors
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import partition_tensor
-from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
+from resilient_jax.policy.devices_after_loss import (
+    DeviceChoice,
+    DevicesAfterLoss,
+    choose_devices_to_leave_out,
+    explain_all_devices,
+)
 from resilient_jax.program_analysis.abstract_program import make_abstract_program
 from resilient_jax.sharding.layer_stacks import LayerPosition
 from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, name_dims
@@ -30,11 +35,6 @@ from resilient_jax.sharding.stage_sharding import (
     StageSharding,
 )
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
-from resilient_jax.step.device_choice import (
-    DeviceChoice,
-    choose_devices_to_leave_out,
-    explain_all_devices,
-)
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.pipeline_options import Pipeline

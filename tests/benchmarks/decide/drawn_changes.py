@@ -16,7 +16,7 @@ import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.job_history import MAX_RECENT
-from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.choice import choose
 from resilient_jax.policy.failure_forecast import add_return, count_losses, expect_return_s
 from resilient_jax.policy.prices import PRIOR_S, price_job
 from resilient_jax.policy.return_groups import PATIENCE, ExpectedReturn
@@ -27,6 +27,7 @@ from resilient_jax.protocol.recovery_records import (
     LossCause,
     MeasuredTime,
     RecoveryAction,
+    RecoveryDecision,
     TimedChange,
 )
 from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, StageLoss
@@ -316,7 +317,7 @@ def _play_admission(chance: random.Random) -> _Played:
 
 
 def _compare(
-    choice: RecoveryChoice,
+    choice: RecoveryDecision,
     play: Callable[[RecoveryAction, Outcome], float],
     outcome: Outcome,
     at_once: RecoveryAction,
@@ -338,7 +339,7 @@ def _compare(
         for action in (possible & waits) | keeps
         for number in range(1, len(awaited) + 1)
     }
-    chosen = works[choice.action, choice.num_awaited]
+    chosen = works[choice.action, len(choice.awaited)]
     all_waited = works.get((waiting, len(awaited)), works[at_once, 0])
     rerouting = None
     if keeps:

@@ -34,7 +34,7 @@ PUBLIC = {
         "RaveledArray",
         "ReadOptions",
         "RecoveryAction",
-        "RecoveryChoice",
+        "RecoveryDecision",
         "RecoveryOption",
         "ReplanDecision",
         "ReplanStep",

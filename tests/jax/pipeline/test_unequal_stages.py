@@ -22,6 +22,7 @@ from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums
 from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline_schedule.teams import find_device_speeds, make_teams, share_microbatches
+from resilient_jax.policy.devices_after_loss import DeviceChoice
 from resilient_jax.sharding.holder_sharding import (
     find_holders_of,
     make_holder_array,
@@ -38,7 +39,6 @@ from resilient_jax.sharding.stage_sharding import (
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 from resilient_jax.step.assignment import ReplicaShape
-from resilient_jax.step.device_choice import DeviceChoice
 from resilient_jax.trainer.arrangement import Arranger
 from resilient_jax.trainer.fit_config import Parallelism
 from resilient_jax.trainer.pipeline_options import Pipeline

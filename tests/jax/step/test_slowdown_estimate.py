@@ -12,10 +12,9 @@ from resilient_jax.pipeline.layer_speeds import PipelineShape, estimate_pipeline
 from resilient_jax.pipeline.step_division import TaskSeconds
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import cut_by_speed, make_teams
-from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
+from resilient_jax.policy.devices_after_loss import DeviceChoice, DevicesAfterLoss
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
-from resilient_jax.step.device_choice import DeviceChoice
 from resilient_jax.step.slowdown_estimate import estimate_slowdown
 from resilient_jax.worker.host_health import HealthRecord, HostHealth
 from resilient_jax.worker.lasting_slowdown import LASTING_EXCHANGES

@@ -175,7 +175,7 @@ def test_a_spare_and_what_is_left_of_a_host_count_for_what_is_done_about_a_slow_
     _, shown, _ = run(*DECIDED, "--json", "--devices-after-loss", "host")
     slowest = json.loads(shown)["slow"][5]
     options = {option["action"]: option["why_not"] for option in slowest["steps"][0]["options"]}
-    assert options["fewer_devices"] == "it cannot do without a device"
+    assert options["fewer_devices"] == 'devices_after_loss = "host": it cannot do without a device'
 
 
 def test_an_axis_that_is_given_leaves_nothing_to_decide(run):

@@ -21,13 +21,18 @@ from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_ro
 from resilient_jax.pipeline_schedule.task_orders import order_tasks
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
-from resilient_jax.policy.choice import RecoveryChoice, choose
+from resilient_jax.policy.choice import choose
 from resilient_jax.policy.prices import PRIOR_S, Prices
 from resilient_jax.policy.return_groups import PATIENCE, ExpectedReturn
 from resilient_jax.policy.score import HOUR_S, Phase, score_phases
 from resilient_jax.policy.situations import Loss
 from resilient_jax.policy.stage_prices import price_copied
-from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryOption, TimedChange
+from resilient_jax.protocol.recovery_records import (
+    RecoveryAction,
+    RecoveryDecision,
+    RecoveryOption,
+    TimedChange,
+)
 from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, StageLoss
 
 SCHEDULE = PipelineSchedule.ZERO_BUBBLE
@@ -238,14 +243,14 @@ def test_blocks_move_where_that_pays_until_the_host_is_back(
     assert choose_for_stage(stage, stages * replicas, returned_s) is action
 
 
-def lose_for_good(stage: StageLoss, **seconds: float) -> RecoveryChoice:
+def lose_for_good(stage: StageLoss, **seconds: float) -> RecoveryDecision:
     """Return what is chosen in a job of four hosts if nobody comes back, with these measured pauses."""
     known = {**PRIOR_S, **{TimedChange(change): value for change, value in seconds.items()}}
     loss = Loss(places=4, ready=3, stage=stage, can_join_in_place=False)
     return choose(loss, Prices(seconds=known, next_failure_s=HOUR_S))
 
 
-def find_option(choice: RecoveryChoice, action: RecoveryAction) -> RecoveryOption:
+def find_option(choice: RecoveryDecision, action: RecoveryAction) -> RecoveryOption:
     (found,) = [one for one in choice.options if one.action is action]
     return found
 
@@ -255,7 +260,7 @@ SLOW_TO_MOVE = StageLoss(hosts=(HostName("a"),), kept=0.5, cut=0.6, move_s=50.0)
 
 def test_the_stage_of_a_host_that_nobody_awaits_is_kept_until_its_blocks_are_copied():
     choice = lose_for_good(SLOW_TO_MOVE)
-    assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
+    assert (choice.action, choice.wait_s, len(choice.awaited)) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
     assert "until others have copies of their blocks" in choice.reason
     assert "for it" not in choice.reason
     cut = find_option(choice, RecoveryAction.SHRINK)
@@ -272,7 +277,7 @@ def test_the_stages_of_two_hosts_are_kept_until_their_blocks_are_copied_and_not_
         stage=stage,
     )
     choice = choose(loss, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S))
-    assert (choice.action, choice.wait_s, choice.num_awaited) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
+    assert (choice.action, choice.wait_s, len(choice.awaited)) == (RecoveryAction.KEEP_STAGES, 0.0, 0)
     gone = dataclasses.replace(loss, awaited=())
     found = find_option(choose(gone, Prices(seconds=PRIOR_S, next_failure_s=HOUR_S)), choice.action)
     assert found.score == pytest.approx(score_phases(price_copied(stage, 1.0, PRIOR_S), HOUR_S)), (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.membership.job_history import add_time
-from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, RecoveryChoice, choose
+from resilient_jax.policy.choice import HYSTERESIS, MIN_SAVED_S, choose
 from resilient_jax.policy.failure_forecast import count_losses
 from resilient_jax.policy.prices import PRIOR_S, Prices, price_job
 from resilient_jax.policy.return_groups import ExpectedReturn
@@ -20,7 +20,13 @@ from resilient_jax.policy.score import (
 )
 from resilient_jax.policy.situations import Admission, Loss
 from resilient_jax.protocol.plan_records import PlanChange
-from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryAction, TimedChange
+from resilient_jax.protocol.recovery_records import (
+    JobHistory,
+    LossCause,
+    RecoveryAction,
+    RecoveryDecision,
+    TimedChange,
+)
 
 NUMBER = GenerationNumber(2)
 TIMES = st.floats(0.05, 100.0)
@@ -132,7 +138,7 @@ def test_the_score_is_the_mean_speed_of_all_moments_until_the_next_failure(phase
     assert score_phases(phases, horizon) == pytest.approx(trained / moments, abs=7 / moments)
 
 
-def check_choice(choice: RecoveryChoice, horizon_s: float) -> None:
+def check_choice(choice: RecoveryDecision, horizon_s: float) -> None:
     """Check a choice against all possible options: none of them saves as much as makes another choice."""
     first, *others = choice.options
     assert choice.action is first.action
@@ -314,7 +320,7 @@ def test_the_hosts_that_are_waited_for_are_those_of_the_best_wait(returns, refor
     prices = Prices(seconds=seconds, next_failure_s=horizon_s)
     choice = choose(loss, prices)
     works = [play_wait(loss, prices, number) for number in range(len(returns) + 1)]
-    chosen = works[choice.num_awaited]
+    chosen = works[len(choice.awaited)]
     # What is lost by the best, and the margin of the choice.
     lost_s = horizon_s - max(works)
     assert max(works) - chosen <= max(HYSTERESIS * (horizon_s - chosen), MIN_SAVED_S) + 0.01 * horizon_s, (

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from resilient_jax.policy.devices_after_loss import select_devices
-from resilient_jax.step.device_choice import DeviceChoice, choose_devices_to_leave_out
+from resilient_jax.policy.devices_after_loss import DeviceChoice, choose_devices_to_leave_out, select_devices
 
 
 def test_of_a_tensor_group_with_a_slow_member_the_power_of_two_is_kept_that_is_fastest():
