@@ -55,6 +55,7 @@ class Visit:
         self.address = address
         self.is_known = self.is_inside = self.is_idle = False
         self._owner = owner
+        self._poll: select.poll | None = None
 
     def let_in(self) -> None:
         """Give the connection, whose peer has proved itself, a place among those of peers, once there is one.
@@ -70,11 +71,13 @@ class Visit:
         Raises:
             PeerUnreachable: another peer has taken the place, or the time is over.
         """
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self.connection, select.POLLIN)
         self._owner.mark_idle(self, is_idle=True)
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
+        # What TLS has decrypted already the kernel does not have.
         is_pending = isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
-        if not is_pending and not poll.poll(timeout_s * 1000):
+        if not is_pending and not self._poll.poll(timeout_s * 1000):
             raise PeerUnreachable(f"{self.peer} asks nothing for {timeout_s:g} s")
         self._owner.mark_idle(self, is_idle=False)
 

@@ -24,9 +24,11 @@ from resilient_jax.cluster import agent_messages, status_messages
 from resilient_jax.cluster.agent_messages import READ_LOG, SEND_SIGNAL
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.status_messages import WRITE
-from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVICE
+from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVICE, REPORT_CLAIM
+from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, Unauthenticated
+from resilient_jax.protocol.framing import encode_frame
 from resilient_jax.snapshot import messages as snapshot_messages
-from resilient_jax.state.peer_transfer import FETCH_STATE, SERVICE
+from resilient_jax.state.peer_transfer import DESCRIBE_STATE, READ_LEAF, SERVICE
 from resilient_jax.store import messages as store_messages
 from resilient_jax.transport.call_proofs import (
     ASK_NONCE,
@@ -38,7 +40,11 @@ from resilient_jax.transport.call_proofs import (
     Token,
 )
 from resilient_jax.transport.call_proofs import SERVICE as ADMISSION
-from resilient_jax.transport.method import Method, decode, encode, format_method_path
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.method import Method, ReadMethod, decode, encode, format_method_path
+from resilient_jax.transport.peer_calls import HEADER_DECODER, CallRefusal, PeerRequest
+from resilient_jax.transport.peer_connection import OpenSockets, PeerConnector
+from resilient_jax.transport.socket_io import receive_frame, send_all
 from tests.fuzz.messages import RAW, draw_bytes, draw_struct, mutations
 from tests.support.patience import patience
 
@@ -73,19 +79,21 @@ LINGER_NONE = struct.pack("ii", 1, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A method of a gRPC server.
+    """A method of a gRPC server, or of a peer socket.
 
     Attributes:
         address: of the server.
-        path: of the method.
+        path: of the method, as gRPC names it.
         request: the type of its requests.
         makes_sense: whether well-formed requests are sent with the right token; else only bytes that do not decode.
+        is_peer: whether it is called through a peer socket.
     """
 
     address: str
     path: str
     request: type[msgspec.Struct]
     makes_sense: bool
+    is_peer: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,10 +106,11 @@ class Findings:
 
 
 def list_targets(report: JobReport, store: str) -> list[Target]:
-    """Return the methods of all gRPC servers of a job.
+    """Return the methods of all servers of a job.
 
     A process with the token may write the store, and have an agent kill its worker: that is not tried.
     """
+    peers: list[tuple[str, str, Iterable[Method | ReadMethod]]] = []
     services: list[tuple[str, str, Iterable[tuple[Method, bool]]]] = [
         (store, store_messages.SERVICE, [(m, False) for m in _methods_of(store_messages)])
     ]
@@ -113,11 +122,11 @@ def list_targets(report: JobReport, store: str) -> list[Target]:
         services.append((host.agent.endpoint, status_messages.SERVICE, [(WRITE, True)]))
         if host.worker is not None and host.worker.report.endpoint:
             endpoint = host.worker.report.endpoint
-            services.append((endpoint, SERVICE, [(FETCH_STATE, True)]))
-            services.append((endpoint, PROGRAM_SERVICE, [(FETCH_PROGRAM, True)]))
+            peers.append((endpoint, SERVICE, (DESCRIBE_STATE, READ_LEAF)))
+            peers.append((endpoint, PROGRAM_SERVICE, (FETCH_PROGRAM, REPORT_CLAIM)))
         if host.snapshot_server is not None:
-            methods = [(m, True) for m in _methods_of(snapshot_messages)]
-            services.append((host.snapshot_server.endpoint, snapshot_messages.SERVICE, methods))
+            methods = [*_methods_of(snapshot_messages), snapshot_messages.READ]
+            peers.append((host.snapshot_server.endpoint, snapshot_messages.SERVICE, methods))
     services += [
         (address, ADMISSION, [(INTRODUCE, True)]) for address in {address for address, _, _ in services}
     ]
@@ -125,6 +134,10 @@ def list_targets(report: JobReport, store: str) -> list[Target]:
         Target(address, format_method_path(service, method), method.request, sense)
         for address, service, methods in services
         for method, sense in methods
+    ] + [
+        Target(address, f"/{service}/{method.name}", method.request, makes_sense=True, is_peer=True)
+        for address, service, methods in peers
+        for method in methods
     ]
 
 
@@ -154,7 +167,9 @@ async def attack(report: JobReport, store: str, token: str, messages: int, seed:
     draw = random.Random(seed)
     findings = Findings()
     ports, targets = list_ports(report, store), list_targets(report, store)
-    channels = {target.address: grpc.aio.insecure_channel(target.address) for target in targets}
+    channels = {
+        target.address: grpc.aio.insecure_channel(target.address) for target in targets if not target.is_peer
+    }
     slow = [asyncio.create_task(_trickle(draw.choice(ports), draw)) for _ in range(NUM_SLOW)]
     left = iter(range(messages))
     try:
@@ -181,7 +196,10 @@ async def _send_all(left, draw, ports, targets, channels, token, findings) -> No
         kind, data, given = _choose_call(draw, target, token)
         findings.sent[kind] += 1
         timeout_s = CALL_TIMEOUT_S if given == token else REFUSAL_TIMEOUT_S
-        code, details = await _call(channels[target.address], target.path, data, given, timeout_s)
+        if target.is_peer:
+            code, details = await asyncio.to_thread(_call_peer, target, data, given, timeout_s)
+        else:
+            code, details = await _call(channels[target.address], target.path, data, given, timeout_s)
         findings.answers[f"{kind}: {code}"] += 1
         is_refused = code == grpc.StatusCode.UNAUTHENTICATED.name
         if given != token and not is_refused and code != grpc.StatusCode.UNAVAILABLE.name:
@@ -215,6 +233,31 @@ async def _call(
         if call is not None:
             call.cancel()
     return "OK", ""
+
+
+def _call_peer(target: Target, data: bytes, token: str, timeout_s: float) -> tuple[str, str]:
+    """Return the answer of a peer socket, by gRPC's words for what it is."""
+    _, service, method = target.path.split("/")
+    sockets, deadline_s = OpenSockets("the attack"), time.monotonic() + timeout_s
+    try:
+        connector = PeerConnector(target.address, Credentials(token or "none"), service)
+        connection = connector.connect(time.monotonic() + REFUSAL_TIMEOUT_S, sockets)
+    except Unauthenticated as error:
+        return grpc.StatusCode.UNAUTHENTICATED.name, str(error)
+    except (PeerUnreachable, MessageError) as error:
+        return grpc.StatusCode.UNAVAILABLE.name, str(error)
+    try:
+        send_all(connection, encode_frame(encode(PeerRequest(method, msgspec.Raw(data)))), deadline_s)
+        header = HEADER_DECODER.decode(receive_frame(connection, deadline_s))
+    except (OSError, EOFError) as error:  # it is no request, and the connection is closed
+        return grpc.StatusCode.UNAVAILABLE.name, str(error)
+    finally:
+        sockets.close(connection)
+    if not isinstance(header, CallRefusal):
+        return "OK", ""
+    is_internal = header.error == InternalError.__name__
+    code = grpc.StatusCode.INTERNAL if is_internal else grpc.StatusCode.FAILED_PRECONDITION
+    return code.name, header.message
 
 
 async def _sign(
