@@ -142,6 +142,13 @@ def test_each_picture_is_drawn_from_its_source() -> None:
     assert [s.stem for s in sources if make_mark(s) not in s.with_suffix(".svg").read_text()] == []
 
 
+@pytest.mark.parametrize("picture", sorted(DESIGN.glob("*.dot")), ids=lambda picture: picture.stem)
+def test_the_numbers_in_a_picture_are_items_of_its_page(picture: Path) -> None:
+    """A reader finds what a box means under its number."""
+    numbers = set(re.findall(r'label="\s*(\d+)[a-z]? ', picture.read_text()))
+    assert numbers == set(re.findall(r"^(\d+)\. ", picture.with_suffix(".md").read_text(), re.MULTILINE))
+
+
 def test_each_picture_is_on_a_page() -> None:
     """A picture on no page is dead."""
     linked = set(chain.from_iterable(LINK.findall(page.read_text()) for page in PAGES))
