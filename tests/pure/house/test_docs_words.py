@@ -11,6 +11,8 @@ from tests.support.paths import ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "design").glob("*.md")])
 """What hands write: `docs/reference` is made from the code."""
+MAX_WORDS = 20_000
+"""Without code."""
 MAX_SENTENCE_WORDS = 25
 LONG_SENTENCES_ALLOWED = frozenset(
     {"failures.md", "glossary.md", "gpus.md", "guarantees.md", "operations.md"}
@@ -18,6 +20,8 @@ LONG_SENTENCES_ALLOWED = frozenset(
 """Pages of which some sentences are longer. None is added here."""
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+WORD = re.compile(r"\S*[^\W\d_]\S*")
+"""What has a letter: no figure, and no bar of a table."""
 NO_PROSE = re.compile(r"^(?:\||#|!\[|\.\. |:).*$", re.MULTILINE)
 PARAGRAPH_END = re.compile(r"\n\s*\n|(?:^|\n) {0,3}(?:[-*]|\d+\.) ")
 """Between paragraphs, and before an item of a list, with its mark."""
@@ -35,6 +39,12 @@ def list_sentences(page: str) -> Iterator[str]:
 def find_long_sentences(page: str) -> list[str]:
     """Return the sentences of a page that have too many words."""
     return [sentence for sentence in list_sentences(page) if len(sentence.split()) > MAX_SENTENCE_WORDS]
+
+
+def test_the_pages_are_few_words() -> None:
+    """A fact stands on one page, and others link to it. A figure stands in a table, history in the commits."""
+    words = {page.name: len(WORD.findall(FENCE.sub("", page.read_text("utf-8")))) for page in PAGES}
+    assert sum(words.values()) <= MAX_WORDS, words
 
 
 @pytest.mark.parametrize(
