@@ -14,10 +14,6 @@ PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "design").glob("*.md")])
 MAX_WORDS = 20_000
 """Without code."""
 MAX_SENTENCE_WORDS = 25
-LONG_SENTENCES_ALLOWED = frozenset(
-    {"failures.md", "glossary.md", "gpus.md", "guarantees.md", "operations.md"}
-)
-"""Pages of which some sentences are longer. None is added here."""
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 WORD = re.compile(r"\S*[^\W\d_]\S*")
@@ -47,11 +43,7 @@ def test_the_pages_are_few_words() -> None:
     assert sum(words.values()) <= MAX_WORDS, words
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name not in LONG_SENTENCES_ALLOWED],
-    ids=lambda page: str(page.relative_to(DOCS)),
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_a_sentence_has_one_condition(page: Path) -> None:
     """What needs more words than these is two sentences, or the rows of a table."""
     assert find_long_sentences(page.read_text("utf-8")) == []
