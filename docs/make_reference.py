@@ -9,6 +9,7 @@ import ast
 import enum
 import importlib
 import inspect
+import operator
 import re
 import typing
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,8 @@ from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.worker.protocol_table import ALIVE, ORDER_EFFECTS, WORKER_MOVES
 
 REFERENCE = Path(__file__).parent / "reference"
+GROUPS = ("data", "planning")
+"""The packages in `rj` that are public."""
 MARK = "% Written by docs/make_reference.py.\n\n"
 ERROR_MODULES = ("resilient_jax.errors", "resilient_jax.planning.errors", "resilient_jax.topology.errors")
 """The modules whose errors reach a script or the command line; others handle the rest among themselves."""
@@ -119,16 +122,24 @@ def make_public_names() -> str:
     """Return the page of the names of `rj`, each with the first sentence of its docstring."""
     return make_page(
         "Public names",
-        "What `import resilient_jax as rj` offers, in one table. Arguments, fields and errors of each: "
+        "What `import resilient_jax as rj` offers, in one table: `rj.data` brings a job's data, "
+        "`rj.planning` plans its devices. Arguments, fields and errors of each: "
         "[API reference](../api.md).",
         ("name", "what it is or does"),
-        ((f"`rj.{name}`", find_public_summary(name)) for name in sorted(rj.__all__, key=str.lower)),
+        ((f"`rj.{name}`", find_public_summary(name)) for name in list_public_names()),
     )
+
+
+def list_public_names() -> list[str]:
+    """Return the names that `rj` and its groups offer, as scripts write them after `rj.`."""
+    names = [name for name in rj.__all__ if name not in GROUPS]
+    names += [f"{group}.{name}" for group in GROUPS for name in getattr(rj, group).__all__]
+    return sorted(names, key=lambda name: (name.count("."), name.lower()))
 
 
 def find_public_summary(name: str) -> str:
     """Return the first paragraph of the docstring of a name of `rj`; of an alias the first sentence."""
-    value = getattr(rj, name)
+    value = operator.attrgetter(name)(rj)
     if inspect.isclass(value) or inspect.isfunction(value):
         return find_summary(value)
     module = importlib.import_module(rj._HOME[name])  # an alias does not know its module
@@ -169,8 +180,8 @@ def list_errors() -> list[type[ResilientJaxError]]:
 
 
 def name_public(name: str) -> str:
-    """Return a name as scripts write it: with `rj.` if it is public."""
-    return f"rj.{name}" if name in rj.__all__ else name
+    """Return a name as scripts write it: with `rj.` and its group if it is public."""
+    return next((f"rj.{each}" for each in list_public_names() if each.rpartition(".")[2] == name), name)
 
 
 def find_whose_move(error: type[ResilientJaxError]) -> str:

@@ -1,7 +1,7 @@
 """Trains a small language model on the sources of Python's standard library, and survives the loss of hosts.
 
     resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
-    resilient-jax launch --hosts 4 examples/train_lm.py --checkpoints /tmp/lm --checkpoint-every 20
+    resilient-jax launch --hosts 4 examples/train_lm.py --checkpoints /tmp/lm --checkpoint-interval-steps 20
 
 The loss is written for one microbatch, as for one device; the trainer does the rest. When any host is killed, the final
 weights are bit-identical.
@@ -81,7 +81,7 @@ def read_checkpoints(arguments: argparse.Namespace) -> rj.Checkpoints | None:
     """Return the checkpoint options; None without `--checkpoints`."""
     if arguments.checkpoints is None:
         return None
-    return rj.Checkpoints(directory=arguments.checkpoints, save_interval_steps=arguments.checkpoint_every)
+    return rj.Checkpoints(directory=arguments.checkpoints, interval_steps=arguments.checkpoint_interval_steps)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
         "--checkpoints", metavar="FOLDER", help="keep checkpoints there, and resume from the newest"
     )
     parser.add_argument(
-        "--checkpoint-every", type=int, default=50, metavar="STEPS", help="default: %(default)s"
+        "--checkpoint-interval-steps", type=int, default=50, metavar="STEPS", help="default: %(default)s"
     )
     parser.add_argument(
         "--pause-s", type=float, default=0.0, help="seconds to wait after each step, to watch a fast machine"

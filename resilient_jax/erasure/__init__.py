@@ -3,8 +3,9 @@
 See README.md in this folder. The import loads neither jax nor numpy.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from resilient_jax.lazy_names import make_lazy_names
 
 if TYPE_CHECKING:
     from resilient_jax.erasure.buffers import Buffer as Buffer
@@ -23,45 +24,20 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.self_test import run_self_test as run_self_test
 
 _HOME = {
-    "Buffer": "buffers",
-    "Checksum": "checksum",
-    "ChecksumName": "checksum",
-    "ErasureCodeError": "errors",
-    "Kernel": "kernel",
-    "KernelUnavailable": "errors",
-    "KernelName": "kernel",
-    "KernelSelfTestFailed": "errors",
-    "ReedSolomon": "reed_solomon",
-    "TooManyErasures": "errors",
-    "run_self_test": "self_test",
-    "choose_checksum": "checksum",
-    "decode": "decoding",
-    "encode": "encoding",
+    "Buffer": "resilient_jax.erasure.buffers",
+    "Checksum": "resilient_jax.erasure.checksum",
+    "ChecksumName": "resilient_jax.erasure.checksum",
+    "ErasureCodeError": "resilient_jax.erasure.errors",
+    "Kernel": "resilient_jax.erasure.kernel",
+    "KernelUnavailable": "resilient_jax.erasure.errors",
+    "KernelName": "resilient_jax.erasure.kernel",
+    "KernelSelfTestFailed": "resilient_jax.erasure.errors",
+    "ReedSolomon": "resilient_jax.erasure.reed_solomon",
+    "TooManyErasures": "resilient_jax.erasure.errors",
+    "run_self_test": "resilient_jax.erasure.self_test",
+    "choose_checksum": "resilient_jax.erasure.checksum",
+    "decode": "resilient_jax.erasure.decoding",
+    "encode": "resilient_jax.erasure.encoding",
 }
 
-__all__ = [
-    "Buffer",
-    "Checksum",
-    "ChecksumName",
-    "ErasureCodeError",
-    "Kernel",
-    "KernelName",
-    "KernelSelfTestFailed",
-    "KernelUnavailable",
-    "ReedSolomon",
-    "TooManyErasures",
-    "choose_checksum",
-    "decode",
-    "encode",
-    "run_self_test",
-]
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)

@@ -94,9 +94,10 @@ class Plan:
 
     Example:
         >>> import resilient_jax as rj
-        >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> cost = rj.analyze_transformer(rj.load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
-        >>> rj.search_plan(cost, topology, global_batch=1024).replicas  # doctest: +SKIP
+        >>> topology = rj.planning.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
+        >>> shape = rj.planning.load_model_shape("configs/llama3_8b.toml").transformer  # doctest: +SKIP
+        >>> cost = rj.planning.analyze_transformer(shape)  # doctest: +SKIP
+        >>> rj.planning.search_plan(cost, topology, global_batch=1024).replicas  # doctest: +SKIP
         32
     """
 

@@ -40,7 +40,7 @@ def search_plan(
     every device or one more host of the same kind never results in a slower plan.
 
     Args:
-        program_cost: cost of the program, from `rj.analyze_transformer` or `rj.analyze_program`.
+        program_cost: cost of the program, from `rj.planning.analyze_transformer` or `rj.planning.analyze_program`.
         topology: the available hosts; `without` and `slowed` return what is left.
         global_batch: sequences in a step, whichever hosts are left.
         calibration: constants of the cost model.
@@ -58,9 +58,10 @@ def search_plan(
 
     Example:
         >>> import resilient_jax as rj
-        >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> cost = rj.analyze_transformer(rj.load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
-        >>> rj.search_plan(cost, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
+        >>> topology = rj.planning.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
+        >>> shape = rj.planning.load_model_shape("configs/llama3_70b.toml").transformer  # doctest: +SKIP
+        >>> cost = rj.planning.analyze_transformer(shape)  # doctest: +SKIP
+        >>> rj.planning.search_plan(cost, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
         17.6
     """
     return search_plans(

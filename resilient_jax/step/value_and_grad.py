@@ -87,7 +87,8 @@ def open_batches(data: object) -> BatchSource:
         found = describe_value(data)
     raise CallerError(
         f"data: found {found}, expected a function batch(step, index) that returns one microbatch, "
-        "or what rj.make_microbatch_data makes of arrays, examples or a Grain dataset, or an rj.Prefetcher of it"
+        "or what rj.data.make_microbatch_data makes of arrays, examples or a Grain dataset, or an rj.data.Prefetcher "
+        "of it"
     )
 
 

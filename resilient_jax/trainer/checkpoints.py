@@ -25,7 +25,7 @@ class Checkpoints:
     Attributes:
         directory: the same files on every host (a network or cluster file system), unless there is only one host; `~`
             is the user's home folder.
-        save_interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
+        interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
         max_to_keep: how many of the newest checkpoints to keep.
         timeout_s: seconds that writing or reading a checkpoint may take; after that the save or load has failed. A
             failed save is an event. The last save is made once more when it fails; if that fails, too, an error is
@@ -37,7 +37,7 @@ class Checkpoints:
     """
 
     directory: str | Path
-    save_interval_steps: int = 100
+    interval_steps: int = 100
     max_to_keep: int = 2
     timeout_s: float = 1800.0
 
@@ -45,9 +45,9 @@ class Checkpoints:
         check_fields(self)
         object.__setattr__(self, "directory", expand_home(self.directory))
         check_no_file(self.directory)
-        if self.save_interval_steps < 1 or self.max_to_keep < 1:
+        if self.interval_steps < 1 or self.max_to_keep < 1:
             raise CallerError(
-                f"checkpoints: found save_interval_steps={self.save_interval_steps}, "
+                f"checkpoints: found interval_steps={self.interval_steps}, "
                 f"max_to_keep={self.max_to_keep}, expected at least 1 of each"
             )
         if not self.timeout_s > 0:
@@ -55,4 +55,4 @@ class Checkpoints:
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether to save when `step` of `num_steps` steps are committed."""
-        return step % self.save_interval_steps == 0 or step == num_steps
+        return step % self.interval_steps == 0 or step == num_steps

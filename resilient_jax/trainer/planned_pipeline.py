@@ -420,7 +420,7 @@ def _make_teams(plan: Plan, model: CutModel) -> list[Team]:
     if (planned := sum(cuts[0])) != num_layers:
         raise CallerError(
             f"compile_plan: found a plan for {planned} layers, expected one for the {num_layers} layers at which this "
-            "model is cut. Plan for rj.analyze_program of this model"
+            "model is cut. Plan for rj.planning.analyze_program of this model"
         )
     return [
         [

@@ -235,7 +235,7 @@ class Trainer:
             ...     state, metrics = program(state, batch)
 
         Args:
-            plan: plan from `rj.search_plan`, with any number of stages.
+            plan: plan from `rj.planning.search_plan`, with any number of stages.
             devices: all devices of the topology, host by host in the topology's order; the plan leaves out its spares.
             donate_state: whether a step takes the memory of the state that it is given, as `jax.jit(donate_argnums=0)`
                 does. False: a state can be used again after a step, and a device has two of its own part while it is

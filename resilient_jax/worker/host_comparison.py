@@ -25,7 +25,7 @@ REASONS = (
 )
 DATA_REASONS = (
     "What is computed again after a failure, or on another host, is now computed from other data. Data must depend on "
-    "the seed, the step and the index alone: let rj.make_microbatch_data shuffle, make random numbers from "
+    "the seed, the step and the index alone: let rj.data.make_microbatch_data shuffle, make random numbers from "
     "(seed, step, index), and give every host the same files"
 )
 

@@ -12,7 +12,7 @@ ROOT = Path(resilient_jax.__file__).parent
 ROOT_NAME = "resilient_jax"
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "ids", "clock", "events", "notices", "threads"}),
+    frozenset({"errors", "ids", "clock", "events", "lazy_names", "notices", "threads"}),
     frozenset({"argument_checks", "config", "topology", "erasure", "protocol", "pipeline_schedule"}),
     frozenset({"telemetry", "transport", "erasure.kernels", "policy"}),
     frozenset({"store", "planning", "health", "host_exchange"}),
@@ -66,12 +66,14 @@ LATE_LOADERS = frozenset(
     {
         "resilient_jax.cli.main",
         "resilient_jax.cluster.nvml_reader",
+        "resilient_jax.lazy_names",
         "resilient_jax.worker.fork_server",
         "resilient_jax.worker.imported_modules",
     }
 )
-"""Modules that load others by a name that is not written there: the commands, each when it is asked for; in a standby
-what the worker has loaded, in the fork server what the script imports; the binding of NVML where there are GPUs."""
+"""Modules that load others by a name that is not written there: the commands, each when it is asked for; public names;
+in a standby what the worker has loaded, in the fork server what the script imports; the binding of NVML where there
+are GPUs."""
 
 MACHINES = frozenset(
     {

@@ -103,7 +103,7 @@ GRID = tuple(
 
 
 @functools.cache
-def profile_of(kind: str, shape: str) -> rj.ProgramCost:
+def profile_of(kind: str, shape: str) -> rj.planning.ProgramCost:
     """Return the cost measured from the model and its rematerialized twin, with a batch of four examples."""
     program = KINDS[kind](SHAPES[shape])
     is_asked = any((case.kind, case.shape, case.remat) == (kind, shape, True) for case in GRID)

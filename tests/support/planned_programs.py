@@ -56,9 +56,9 @@ class NnxProgram:
         """Return the model as `analyze_program` takes it."""
         return self.make
 
-    def profile(self, examples: int = BATCH, remat=None) -> rj.ProgramCost:
+    def profile(self, examples: int = BATCH, remat=None) -> rj.planning.ProgramCost:
         tokens = jax.ShapeDtypeStruct((examples, self.sequence_tokens), jnp.int32)
-        return rj.analyze_program(
+        return rj.planning.analyze_program(
             self.model,
             loss_of,
             tokens,
@@ -150,9 +150,9 @@ class ExpertProgram(NnxProgram):
         out = jnp.einsum("beh,ehd,be->bd", hidden, params["down"], chosen)
         return jnp.mean((out - batch) ** 2)
 
-    def profile(self, examples: int = BATCH, remat=None) -> rj.ProgramCost:
+    def profile(self, examples: int = BATCH, remat=None) -> rj.planning.ProgramCost:
         rows = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
-        return rj.analyze_program(
+        return rj.planning.analyze_program(
             lambda key: self.make(key),
             self.loss,
             rows,
@@ -176,9 +176,11 @@ def train_step(loss, state, batch):
     return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
 
 
-def plan_with(profile: rj.ProgramCost, axes, hosts: int = 4, devices: int = 2, batch: int = BATCH) -> rj.Plan:
+def plan_with(
+    profile: rj.planning.ProgramCost, axes, hosts: int = 4, devices: int = 2, batch: int = BATCH
+) -> rj.planning.Plan:
     """Return the best plan with these axes; axes that are not given are 1."""
     given = dict.fromkeys((a for a in Axis if a is not Axis.REPLICA), 1) | dict(axes)
-    return rj.search_plan(
+    return rj.planning.search_plan(
         profile, cluster([1.0] * hosts, devices=devices), global_batch=batch, axes=given, number_format="bf16"
     )

@@ -3,8 +3,9 @@
 See README.md in this folder.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from resilient_jax.lazy_names import make_lazy_names
 
 if TYPE_CHECKING:
     from resilient_jax.erasure.kernels.isal_kernel import IsalKernel as IsalKernel
@@ -13,20 +14,10 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.kernels.numpy_kernel import NumpyKernel as NumpyKernel
 
 _HOME = {
-    "IsalKernel": "isal_kernel",
-    "KernelChoice": "kernel_choice",
-    "NumpyKernel": "numpy_kernel",
-    "choose_kernel": "kernel_choice",
+    "IsalKernel": "resilient_jax.erasure.kernels.isal_kernel",
+    "KernelChoice": "resilient_jax.erasure.kernels.kernel_choice",
+    "NumpyKernel": "resilient_jax.erasure.kernels.numpy_kernel",
+    "choose_kernel": "resilient_jax.erasure.kernels.kernel_choice",
 }
 
-__all__ = ["IsalKernel", "KernelChoice", "NumpyKernel", "choose_kernel"]
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)

@@ -97,14 +97,14 @@ def loss(model: ByteLM, batch: dict[str, jax.Array]) -> jax.Array:
     return jnp.mean(losses * ((segments[1:] == segments[:-1]) & (segments[1:] < len(tokens))))
 
 
-def make_documents() -> rj.PackedDocuments:
+def make_documents() -> rj.data.PackedDocuments:
     """Return documents of a code-like mix: most short, a heavy tail up to the context."""
     text = read_standard_library(2_000_000).astype(np.int32)
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(5.0, 1.4, NUM_DOCUMENTS), SHORTEST, LONGEST).astype(int)
     starts = random.integers(0, len(text) - LONGEST, NUM_DOCUMENTS)
     documents = [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    return rj.PackedDocuments(documents, context_length=SETTINGS.context)
+    return rj.data.PackedDocuments(documents, context_length=SETTINGS.context)
 
 
 def main(steps: int, path: Path) -> None:

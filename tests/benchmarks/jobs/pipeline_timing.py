@@ -110,7 +110,7 @@ def make_program():
         microbatch_size=rows,
         numerics=rj.Numerics(clip_norm=1.0),
     )
-    cost = rj.analyze_program(model, loss, draw(0, 0), name=KIND, optimizer=optimizer)
+    cost = rj.planning.analyze_program(model, loss, draw(0, 0), name=KIND, optimizer=optimizer)
     axes = dict.fromkeys(Axis, 1) | {Axis.PIPELINE: STAGES}
     (plan,) = search_plans(
         cost,

@@ -87,12 +87,12 @@ MODELS = (
 class Running(NamedTuple):
     """The compiled program of a plan, with its batch on the devices."""
 
-    plan: rj.Plan
+    plan: rj.planning.Plan
     program: PlannedProgram
     batch: jax.Array
 
 
-def list_axes(profile: rj.ProgramCost, global_batch: int) -> Iterator[Mapping[Axis, int]]:
+def list_axes(profile: rj.planning.ProgramCost, global_batch: int) -> Iterator[Mapping[Axis, int]]:
     """Yield all sizes of replica, fsdp, tensor and sequence that multiply to `DEVICES` and that the program allows."""
     sizes = [size for size in range(1, DEVICES + 1) if DEVICES % size == 0]
     names = (Axis.REPLICA, Axis.FSDP, Axis.TENSOR, Axis.SEQUENCE)
@@ -105,9 +105,9 @@ def list_axes(profile: rj.ProgramCost, global_batch: int) -> Iterator[Mapping[Ax
             yield dict.fromkeys(Axis, 1) | axes
 
 
-def list_plans(profile: rj.ProgramCost, global_batch: int) -> list[rj.Plan]:
+def list_plans(profile: rj.planning.ProgramCost, global_batch: int) -> list[rj.planning.Plan]:
     """Return a plan for each of `list_axes`, with one microbatch per replica."""
-    topology = rj.load_topology(MESH)
+    topology = rj.planning.load_topology(MESH)
     return [
         search_plans(
             profile,
@@ -122,7 +122,7 @@ def list_plans(profile: rj.ProgramCost, global_batch: int) -> list[rj.Plan]:
     ]
 
 
-def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], list[float]]]:
+def time_model(model: Model, rounds: int) -> list[tuple[rj.planning.Plan, list[float], list[float]]]:
     """Return each plan with the wall time and the processor time of its steps, in seconds."""
     made = KINDS[model.kind](model.shape)
     running = []

@@ -1,6 +1,8 @@
 """The public names, pinned: one more or one less is a decision, not an accident."""
 
+import ast
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -17,53 +19,59 @@ PUBLIC = {
         "JobConfig",
         "LogicalAxisRules",
         "Microbatch",
-        "MicrobatchData",
-        "NextPlan",
-        "NoFeasiblePlan",
         "NonFiniteError",
         "Numerics",
         "OperatorError",
-        "PackedDocuments",
         "Parallelism",
         "Pipeline",
-        "Plan",
-        "PlanError",
         "Planner",
-        "Prefetcher",
-        "ProgramCost",
         "RaveledArray",
         "ReadOptions",
-        "RecoveryAction",
-        "RecoveryDecision",
-        "RecoveryOption",
-        "ReplanDecision",
-        "ReplanStep",
         "ReplicaShape",
         "ResilientJaxError",
         "ShardedState",
         "StateError",
         "StepReport",
-        "Topology",
-        "TopologyError",
         "Trainer",
         "TrainerStep",
-        "TransformerShape",
         "WeightedMean",
         "World",
+        "data",
+        "digest_tree",
+        "planning",
+        "run",
+    ),
+    "resilient_jax.config": ("JobConfig", "decode_toml", "load_toml", "override_values"),
+    "resilient_jax.data": (
+        "MicrobatchData",
+        "PackedDocuments",
+        "Prefetcher",
+        "make_microbatch_data",
+    ),
+    "resilient_jax.planning": (
+        "NextPlan",
+        "NoFeasiblePlan",
+        "Plan",
+        "PlanError",
+        "ProgramCost",
+        "RecoveryAction",
+        "RecoveryDecision",
+        "RecoveryOption",
+        "ReplanDecision",
+        "ReplanStep",
+        "Topology",
+        "TopologyError",
+        "TransformerShape",
         "analyze_program",
         "analyze_transformer",
         "compile_plan",
-        "digest_tree",
         "load_model_shape",
         "load_topology",
         "make_mesh",
-        "make_microbatch_data",
         "make_state_shardings",
         "replan",
-        "run",
         "search_plan",
     ),
-    "resilient_jax.config": ("JobConfig", "decode_toml", "load_toml", "override_values"),
     "resilient_jax.topology": (
         "Accelerator",
         "DomainHosts",
@@ -104,8 +112,17 @@ def test_every_public_name_says_what_it_gives(module):
     assert silent == []
 
 
-def test_dir_lists_the_public_names():
-    assert sorted(dir(importlib.import_module("resilient_jax"))) == list(PUBLIC["resilient_jax"])
+@pytest.mark.parametrize("module", ["resilient_jax", "resilient_jax.data", "resilient_jax.planning"])
+def test_dir_lists_the_public_names(module):
+    assert sorted(dir(importlib.import_module(module))) == list(PUBLIC[module])
+
+
+def test_type_checkers_see_the_names_of_the_planner():
+    """Its stub is a second list, because the planner may import nothing from rooms above it."""
+    home = importlib.import_module("resilient_jax.planning")
+    stub = ast.parse(Path(str(home.__file__)).with_suffix(".pyi").read_text("utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module for node in imports for alias in node.names} == home._HOME
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error_that_lists_those_that_are():

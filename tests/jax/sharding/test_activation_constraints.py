@@ -16,7 +16,7 @@ from tests.support.planned_programs import BATCH, SHAPE, LinenProgram, NnxProgra
 
 X = jax.ShapeDtypeStruct((6, 3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
-COST = rj.analyze_transformer(SHAPE, name="closed form")
+COST = rj.planning.analyze_transformer(SHAPE, name="closed form")
 """Enough for plans with given axes: to measure a program would take longer than the rest of a test."""
 
 

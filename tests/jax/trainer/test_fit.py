@@ -375,7 +375,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
         noisy = optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.05))  # its state has a random key
         return make_trainer(optimizer=noisy, **changes)
 
-    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=2, max_to_keep=2)
+    checkpoints = rj.Checkpoints(directory=tmp_path, interval_steps=2, max_to_keep=2)
     recipe(checkpoints=checkpoints).fit(5)
     names = {path.name for path in tmp_path.iterdir()}
     assert len(names) == 2
@@ -387,7 +387,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
 
 
 def test_an_unfinished_checkpoint_is_not_resumed_and_is_removed(tmp_path):
-    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
+    checkpoints = rj.Checkpoints(directory=tmp_path, interval_steps=2)
     make_trainer(checkpoints=checkpoints).fit(2)
     (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
     (tmp_path / "8").mkdir()
@@ -483,8 +483,8 @@ def test_an_invalid_evaluation_is_refused(wrong):
 
 
 def test_invalid_checkpoint_options_are_refused(tmp_path):
-    with pytest.raises(CallerError, match="found save_interval_steps=0"):
-        rj.Checkpoints(directory=tmp_path, save_interval_steps=0)
+    with pytest.raises(CallerError, match="found interval_steps=0"):
+        rj.Checkpoints(directory=tmp_path, interval_steps=0)
 
 
 def test_the_error_of_early_stopping_by_an_unknown_metric_names_the_known_ones():

@@ -94,7 +94,7 @@ def test_a_pipeline_takes_no_state_of_another_step():
 
 
 def test_its_checkpoints_are_those_of_fit(tmp_path):
-    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=STEPS)
+    checkpoints = rj.Checkpoints(directory=tmp_path, interval_steps=STEPS)
     options = {"parallelism": PARALLELISMS["pipeline"], "checkpoints": checkpoints}
     run_own(make_trainer(**options))
     resumed, seen = run_own(make_trainer(**options), STEPS + 1)

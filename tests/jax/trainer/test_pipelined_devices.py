@@ -78,7 +78,7 @@ def whole(eight_devices):  # noqa: F811 - that fixture
 def test_blocks_on_several_devices_train_as_the_whole_model_does(axes, whole, tmp_path):
     sizes, rules = AXES[axes]
     reports = []
-    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=STEPS)
+    checkpoints = rj.Checkpoints(directory=tmp_path, interval_steps=STEPS)
     evaluation = rj.Evaluation(data={"x": draw(9, 9)["x"], "y": draw(9, 9)["y"]}, interval_steps=STEPS)
     result = make_trainer(
         pipeline(sizes, rules), reports, checkpoints=checkpoints, evaluation=evaluation

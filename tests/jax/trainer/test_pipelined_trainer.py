@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
     for name, parallelism in (("whole", rj.Parallelism()), ("blocks", GATHERED)):
         reports = []
         folder = tmp_path_factory.mktemp(name)
-        checkpoints = rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
+        checkpoints = rj.Checkpoints(directory=folder, interval_steps=STEPS)
         result = make_trainer(reports, parallelism=parallelism, checkpoints=checkpoints).fit(STEPS)
         found[name] = (result, reports, folder)
     return found
@@ -85,7 +85,7 @@ def test_blocks_train_as_the_whole_model_does(trained):
 def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed):
     result, _, folder = trained[saved]
     again = make_trainer(
-        parallelism=resumed, checkpoints=rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
+        parallelism=resumed, checkpoints=rj.Checkpoints(directory=folder, interval_steps=STEPS)
     ).fit(STEPS)
     assert again.step == STEPS
     for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(again.params), strict=True):
@@ -94,7 +94,7 @@ def test_a_checkpoint_has_the_layout_of_the_whole_model(trained, saved, resumed)
 
 def test_the_result_of_a_pipeline_is_where_its_checkpoint_is_unless_it_is_gathered(trained):
     gathered, _, folder = trained["blocks"]
-    checkpoints = rj.Checkpoints(directory=folder, save_interval_steps=STEPS)
+    checkpoints = rj.Checkpoints(directory=folder, interval_steps=STEPS)
     left = make_trainer(parallelism=PIPELINE, checkpoints=checkpoints).fit(STEPS)
     assert (left.step, left.checkpoint_directory) == (STEPS, folder)
     assert left.params_sha256 == gathered.params_sha256
@@ -105,7 +105,7 @@ def test_the_result_of_a_pipeline_is_where_its_checkpoint_is_unless_it_is_gather
 
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(trained, tmp_path):
     shutil.copytree(trained["blocks"][2], tmp_path / "copy")
-    checkpoints = rj.Checkpoints(directory=tmp_path / "copy", save_interval_steps=STEPS)
+    checkpoints = rj.Checkpoints(directory=tmp_path / "copy", interval_steps=STEPS)
     resumed = make_trainer(parallelism=PIPELINE, checkpoints=checkpoints).fit(STEPS + 1)
     undisturbed = make_trainer(parallelism=PIPELINE).fit(STEPS + 1)
     assert resumed.params_sha256 == undisturbed.params_sha256

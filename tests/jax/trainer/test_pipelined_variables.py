@@ -135,7 +135,7 @@ def make_trainer(kind, parallelism, rules=None, **options):
 @pytest.mark.parametrize("kind", full_but(MODELS, "scan".__eq__))
 def test_variables_become_what_they_become_without_a_pipeline(kind, tmp_path):
     whole = make_trainer(kind, rj.Parallelism()).fit(STEPS)
-    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=STEPS)
+    checkpoints = rj.Checkpoints(directory=tmp_path, interval_steps=STEPS)
     blocks = make_trainer(kind, PIPELINE, checkpoints=checkpoints).fit(STEPS)
     found = jax.tree_util.tree_leaves_with_path(blocks.variables)
     expected = jax.tree_util.tree_leaves_with_path(whole.variables)

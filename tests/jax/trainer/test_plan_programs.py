@@ -153,7 +153,7 @@ def nnx_profile():
 
 
 def test_names_in_nnx_metadata_suffice_where_the_program_cost_is_a_closed_form():
-    profile = rj.analyze_transformer(SHAPE, name="closed form")
+    profile = rj.planning.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     program = get_program("nnx")
     shardings = make_state_shardings(plan, program.abstract, make_mesh(plan, jax.devices()))
@@ -163,7 +163,7 @@ def test_names_in_nnx_metadata_suffice_where_the_program_cost_is_a_closed_form()
 
 
 def test_a_state_in_which_an_axis_shards_nothing_is_refused():
-    profile = rj.analyze_transformer(SHAPE, name="closed form")
+    profile = rj.planning.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     with pytest.raises(
         CallerError, match=r"found no array in the state that tensor 4 shards.*LogicalAxisRules"
@@ -172,7 +172,7 @@ def test_a_state_in_which_an_axis_shards_nothing_is_refused():
 
 
 def test_rules_name_dims_without_other_names_and_optimizer_state_follows_its_parameter():
-    profile = rj.analyze_transformer(SHAPE, name="closed form")
+    profile = rj.planning.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = {"params": {"w": np.zeros((64, 64))}, "optimizer": {"mu": {"w": np.zeros((64, 64))}}}
     naming = rj.LogicalAxisRules(names_by_path=[("w", ("embed", "mlp"))])
@@ -202,7 +202,7 @@ def loss_of_chain(params, rows):
 def test_a_state_is_sharded_as_estimated_whatever_the_order_of_rules(given):
     naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
-    profile = rj.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=naming)
+    profile = rj.planning.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=naming)
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = chain(None)
     shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()), naming if given else None)
@@ -215,7 +215,9 @@ def test_a_state_is_sharded_as_estimated_whatever_the_order_of_rules(given):
 
 
 def test_the_rule_of_the_longest_path_suffix_counts_where_the_program_cost_has_no_names():
-    plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    plan = plan_with(
+        rj.planning.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2}
+    )
     naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     state = {"params": chain(None), "optimizer": {"mu": chain(None)}}
     shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()), naming)
@@ -224,7 +226,9 @@ def test_the_rule_of_the_longest_path_suffix_counts_where_the_program_cost_has_n
 
 
 def test_metadata_that_an_optimizer_keeps_on_an_array_with_fewer_dims_is_ignored():
-    plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    plan = plan_with(
+        rj.planning.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2}
+    )
     box = functools.partial(nn.Partitioned, names=("embed", "mlp"))
     state = {
         "kernel": box(np.zeros((64, 64))),
@@ -249,7 +253,7 @@ def constrain_hidden(axis):
 
 
 def measure_chain(loss):
-    return rj.analyze_program(
+    return rj.planning.analyze_program(
         chain,
         loss,
         jax.ShapeDtypeStruct((8, 64), np.float32),
@@ -286,7 +290,7 @@ class Results(NamedTuple):
 
 def test_a_result_is_a_state_only_if_it_has_its_shapes():
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
-    profile = rj.analyze_program(
+    profile = rj.planning.analyze_program(
         chain,
         loss_of_chain,
         rows,
@@ -309,7 +313,7 @@ def test_a_result_is_a_state_only_if_it_has_its_shapes():
 
 
 def test_a_program_of_a_state_of_one_array_returns_its_loss():
-    profile = rj.analyze_transformer(SHAPE, name="closed form")
+    profile = rj.planning.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     program = compile_plan(
         plan,
@@ -323,7 +327,7 @@ def test_a_program_of_a_state_of_one_array_returns_its_loss():
 
 
 def test_a_variable_without_a_value_is_ignored():
-    profile = rj.analyze_transformer(SHAPE, name="closed form")
+    profile = rj.planning.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     state = {"bias": nnx.Param(None), "kernel": nnx.Param(np.zeros((64, 64)))}
     shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()))
@@ -348,7 +352,9 @@ def test_tensor_groups_are_inside_hosts(nnx_profile):
 
 def test_a_slow_host_that_is_left_out_has_no_device_in_the_mesh(nnx_profile):
     topology = cluster([1.0, 1.0, 0.05, 1.0], devices=2)
-    plan = rj.search_plan(nnx_profile, topology, global_batch=6, axes={Axis.TENSOR: 2}, number_format="bf16")
+    plan = rj.planning.search_plan(
+        nnx_profile, topology, global_batch=6, axes={Axis.TENSOR: 2}, number_format="bf16"
+    )
     used = {device.id // 2 for device in make_mesh(plan, jax.devices()).devices.flat}
     assert 2 not in used
 

@@ -55,7 +55,7 @@ def join_batch(step, rows=MICROBATCH):
 @functools.cache
 def measure():
     tokens = jax.ShapeDtypeStruct((BATCH, SHAPE.sequence_tokens), np.int32)
-    return rj.analyze_program(
+    return rj.planning.analyze_program(
         make_model, loss_of, tokens, name="decoder", optimizer=optax.adam(1e-2), sequence_tokens=16
     )
 

@@ -104,7 +104,7 @@ def test_a_checkpoint_of_one_state_sharding_is_resumed_with_the_other(first, sec
     monkeypatch.setitem(
         globals(), "WIDTH", 49
     )  # no number of devices divides it: shards are ranges of elements
-    kept = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
+    kept = rj.Checkpoints(directory=tmp_path, interval_steps=2)
     make_trainer(first, checkpoints=kept).fit(2)
     steps = []
     resumed = make_trainer(

@@ -205,7 +205,7 @@ def test_a_trainer_saves_logs_and_reports_nothing(
             batch_size=8,
             microbatch_size=2,
             evaluation=rj.Evaluation(data=data, interval_steps=1),
-            checkpoints=rj.Checkpoints(directory=tmp_path / "checkpoints", save_interval_steps=1),
+            checkpoints=rj.Checkpoints(directory=tmp_path / "checkpoints", interval_steps=1),
             callbacks=[reports.append],
             log_directory=tmp_path / "log",
         ).fit(num_steps=num_steps)

@@ -208,8 +208,8 @@ def test_the_shapes_of_auxiliary_output_are_found_once():
 
 
 def test_every_kind_of_data_gives_the_same_microbatches():
-    made = rj.make_microbatch_data(draw, num_microbatches=MICROBATCHES, microbatch_size=8)
-    prefetcher = rj.Prefetcher(made)
+    made = rj.data.make_microbatch_data(draw, num_microbatches=MICROBATCHES, microbatch_size=8)
+    prefetcher = rj.data.Prefetcher(made)
     losses = [call(compute_loss, data)[0] for data in (draw, made, prefetcher)]
     prefetcher.close()
     assert len(set(map(float, losses))) == 1

@@ -164,8 +164,8 @@ def test_a_log_directory_that_is_missing_is_created(tmp_path):
         (rj.Checkpoints, {"directory": 3}, "Checkpoints: found directory=3 (int), expected a string or Path"),
         (
             rj.Checkpoints,
-            {"directory": "d", "save_interval_steps": "10"},
-            "found save_interval_steps='10' (str)",
+            {"directory": "d", "interval_steps": "10"},
+            "found interval_steps='10' (str)",
         ),
         (
             rj.Checkpoints,
@@ -224,7 +224,7 @@ def test_a_group_of_options_refuses_a_value_of_another_type(group, wrong, said):
 
 
 def test_a_group_of_options_takes_numpy_numbers_and_what_the_field_calls_a_number():
-    numbers: dict[str, Any] = {"save_interval_steps": np.int64(3), "timeout_s": np.float32(3)}
+    numbers: dict[str, Any] = {"interval_steps": np.int64(3), "timeout_s": np.float32(3)}
     rj.Checkpoints(directory=Path("d"), **numbers)
     rj.Numerics(clip_norm=1, compute_dtype="bfloat16")
     rj.ReplicaShape(per_host="devices", axes=(("data", 2),))
@@ -239,8 +239,8 @@ def test_a_group_of_options_takes_numpy_numbers_and_what_the_field_calls_a_numbe
             "Trainer: .* Did you mean microbatch_size",
         ),
         (
-            lambda: rj.Checkpoints(directory="d", interval_steps=3),  # pyright: ignore[reportCallIssue]
-            "Checkpoints: found no option interval_steps.* Did you mean save_interval_steps",
+            lambda: rj.Checkpoints(directory="d", interval=3),  # pyright: ignore[reportCallIssue]
+            "Checkpoints: found no option interval.* Did you mean interval_steps",
         ),
         (lambda: rj.Parallelism(sharded=True), "Did you mean state"),  # pyright: ignore[reportCallIssue]
         (lambda: rj.Numerics(gradient_clip=1.0), "Remove it"),  # pyright: ignore[reportCallIssue]

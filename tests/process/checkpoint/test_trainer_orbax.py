@@ -627,7 +627,7 @@ def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
             data=rows,
             batch_size=4,
             microbatch_size=2,
-            checkpoints=rj.Checkpoints(directory=directory, save_interval_steps=2)
+            checkpoints=rj.Checkpoints(directory=directory, interval_steps=2)
             if directory is not None
             else None,
         ).fit(steps)

@@ -48,4 +48,4 @@ def test_importing_the_root_loads_no_name_before_it_is_used():
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(6), check=True
     )
-    assert result.stdout.split() == ["resilient_jax"]
+    assert result.stdout.split() == ["resilient_jax", "resilient_jax.lazy_names"]

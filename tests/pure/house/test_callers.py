@@ -22,12 +22,13 @@ ALLOWED = {
 def list_without_callers(trees: dict[str, ast.Module]) -> list[str]:
     """Return what neither a command, a public name nor an example reaches."""
     callers = Callers(trees, INSTRUMENTS)
-    (homes,) = (
-        ast.literal_eval(node.value)
-        for node in trees["__init__.py"].body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
-    )
-    callers.reach_public(homes)
+    for path in ("__init__.py", "data/__init__.py", "planning/__init__.py"):
+        (homes,) = (
+            ast.literal_eval(node.value)
+            for node in trees[path].body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
+        )
+        callers.reach_public(homes)
     callers.reach([(f"{PACKAGE}.cli.main", "main")])
     for path in (ROOT / "examples").rglob("*.py"):
         callers.reach_from_script(ast.parse(path.read_text("utf-8")))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 from draw_pictures import DESIGN, make_mark
+from make_reference import list_public_names
 
-import resilient_jax as rj
 from resilient_jax.cli.main import COMMANDS, build_app
 from tests.support.paths import ROOT
 
@@ -25,7 +25,7 @@ PACKAGE_READMES = [
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PUBLIC_NAME = re.compile(r"(?<![\w.])rj\.([A-Za-z]\w*)")
+PUBLIC_NAME = re.compile(r"(?<![\w.])rj\.((?:(?:data|planning)\.)?[A-Za-z]\w*)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 AUTODOC = re.compile(
     r"^\.\. auto(?:class|function|exception|data):: (?:[\w.]+\.)?(\w+)(?:\(\))?$", re.MULTILINE
@@ -97,7 +97,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 @by_page
 def test_names_are_public(page: Path) -> None:
     """Every `rj.` name in prose and code exists."""
-    assert set(PUBLIC_NAME.findall(page.read_text())) <= set(rj.__all__)
+    assert set(PUBLIC_NAME.findall(page.read_text())) <= {*list_public_names(), "data", "planning"}
 
 
 @by_document
@@ -124,7 +124,8 @@ def test_the_own_loop_page_begins_with_no_array_before_run() -> None:
 
 def test_each_public_name_is_in_the_api_reference_once() -> None:
     """Sphinx takes its docstring from there."""
-    assert sorted(AUTODOC.findall((ROOT / "docs" / "api.md").read_text())) == sorted(rj.__all__)
+    documented = AUTODOC.findall((ROOT / "docs" / "api.md").read_text())
+    assert sorted(documented) == sorted(name.rpartition(".")[2] for name in list_public_names())
 
 
 @by_page
@@ -139,6 +140,13 @@ def test_each_picture_is_drawn_from_its_source() -> None:
     sources = sorted(DESIGN.glob("*.dot"))
     assert [source.stem for source in sources] == sorted(picture.stem for picture in DESIGN.glob("*.svg"))
     assert [s.stem for s in sources if make_mark(s) not in s.with_suffix(".svg").read_text()] == []
+
+
+@pytest.mark.parametrize("picture", sorted(DESIGN.glob("*.dot")), ids=lambda picture: picture.stem)
+def test_the_numbers_in_a_picture_are_items_of_its_page(picture: Path) -> None:
+    """A reader finds what a box means under its number."""
+    numbers = set(re.findall(r'label="\s*(\d+)[a-z]? ', picture.read_text()))
+    assert numbers == set(re.findall(r"^(\d+)\. ", picture.with_suffix(".md").read_text(), re.MULTILINE))
 
 
 def test_each_picture_is_on_a_page() -> None:

@@ -39,7 +39,7 @@ each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def load(stem: str) -> Topology:
-    return rj.load_topology(MESHES / f"{stem}.toml")
+    return rj.planning.load_topology(MESHES / f"{stem}.toml")
 
 
 def test_the_documented_topologies_exist():
@@ -48,7 +48,7 @@ def test_the_documented_topologies_exist():
 
 @each_file
 def test_a_file_describes_the_topology_of_its_name(path):
-    topology = rj.load_topology(path)
+    topology = rj.planning.load_topology(path)
     assert topology.name == path.stem
     assert (len(topology.hosts), topology.device_count) == SIZES[path.stem]
     assert topology.description
@@ -56,7 +56,7 @@ def test_a_file_describes_the_topology_of_its_name(path):
 
 @each_file
 def test_the_figures_of_an_accelerator_are_plausible(path):
-    for accelerator in rj.load_topology(path).accelerators:
+    for accelerator in rj.planning.load_topology(path).accelerators:
         peaks = {peak.number_format: peak.flops_per_s for peak in accelerator.peaks}
         fastest = max(peaks.values())
         if "local" in path.stem:
@@ -74,7 +74,7 @@ def test_the_figures_of_an_accelerator_are_plausible(path):
 
 @each_file
 def test_a_wider_level_has_no_more_bandwidth_and_no_less_latency(path):
-    topology = rj.load_topology(path)
+    topology = rj.planning.load_topology(path)
     devices = topology.hosts[0].devices
     rates = [level.bandwidth_of_device(devices) for level in topology.levels]
     if "tpu" not in path.stem:  # a chip has more links out of its host than inside: see the file
@@ -110,13 +110,13 @@ def test_every_figure_has_its_source_beside_it(path):
 
 @each_file
 def test_the_source_of_a_latency_states_whether_it_was_measured_or_assumed(path):
-    for level in rj.load_topology(path).levels:
+    for level in rj.planning.load_topology(path).levels:
         assert re.search(r"assumed|measured", level.source), f"{path}: level {level.name}"
 
 
 def test_an_accelerator_has_the_same_figures_in_every_file():
     clusters = [path for path in FILES if "local" not in path.stem]
-    known = {kind for path in clusters for kind in rj.load_topology(path).accelerators}
+    known = {kind for path in clusters for kind in rj.planning.load_topology(path).accelerators}
     assert len({kind.name for kind in known}) == len(known)
 
 

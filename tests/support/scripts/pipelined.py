@@ -222,7 +222,7 @@ if __name__ == "__main__":
         evaluation=rj.Evaluation(
             data=draw, interval_steps=EVALUATION_STEPS, num_microbatches=EVALUATED, use_ema=True
         ),
-        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=50),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", interval_steps=50),
         callbacks=[] if is_own else [write_step],
     )
     if is_own:

@@ -71,7 +71,7 @@ if __name__ == "__main__":
             compile_ahead=not asked.no_compile_ahead,
             calibrate=asked.calibrate,
         ),
-        checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5)
+        checkpoints=rj.Checkpoints(directory=asked.checkpoints, interval_steps=5)
         if asked.checkpoints
         else None,
     )

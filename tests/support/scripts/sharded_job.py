@@ -81,7 +81,7 @@ if __name__ == "__main__":
         ),
         evaluation=rj.Evaluation(data=batch, interval_steps=4, num_microbatches=3),
         early_stopping=rj.EarlyStopping(patience=50),
-        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=5),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", interval_steps=5),
         callbacks=[say_shares],
     ).fit(STEPS)
     print(f"step {result.step} digest {rj.digest_tree(result.variables)}", flush=True)

@@ -70,7 +70,7 @@ if __name__ == "__main__":
         numerics=rj.Numerics(clip_norm=1.0, ema_decay=0.9),
         evaluation=rj.Evaluation(data=batch, interval_steps=5, num_microbatches=3),
         early_stopping=rj.EarlyStopping(patience=5),
-        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=4),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", interval_steps=4),
         log_directory=WORK / "log",
     ).fit(STEPS)
     assert int(result.model.seen[...]) == 28 * result.step, "each microbatch of each step once"
