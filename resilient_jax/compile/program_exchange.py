@@ -30,7 +30,7 @@ PROGRAM_SERVICE: Final = "programs"
 MAX_WAIT_S: Final = 0.5
 """The longest wait of one request; between two requests the caller checks whether it still needs the program."""
 MAX_WAITING_REQUESTS: Final = 8
-"""Requests that wait at a time, each on a thread that others may need; more are answered at once and repeated."""
+"""Requests that wait at a time, each in a place that other hosts may need; more are answered at once and repeated."""
 KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.<>")
 
 
@@ -129,8 +129,7 @@ class ProgramDirectory(GenerationScoped):
         """Answer another host: at once, or, if it has to wait, when there is news or the request's wait is over."""
         deadline_s = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         answer = self._answer_now(request)
-        # At most MAX_WAITING_REQUESTS threads of the server wait; a request beyond is answered at once, and is
-        # repeated.
+        # At most MAX_WAITING_REQUESTS wait; a request beyond is answered at once, and is repeated.
         if answer.verdict is not Verdict.WAIT or not self._waiters.acquire(blocking=False):
             return answer
         try:

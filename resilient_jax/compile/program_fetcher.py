@@ -143,7 +143,7 @@ class ProgramFetcher(GenerationScoped):
                 if claimant is not None and answer.verdict is Verdict.COMPILE:
                     self._hold_claim(key, owner, claimant)
                 return found
-            # An early answer means that the owner had no thread left to wait on.
+            # An early answer means that at the owner no more requests may wait.
             time.sleep(max(0.0, asked_s + wait_s - time.monotonic()))
         return None
 
