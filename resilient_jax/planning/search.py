@@ -4,7 +4,6 @@ import math
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidate_table import find_divisors
 from resilient_jax.planning.candidates import PlanCandidate, visit_candidates
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import ReplicaAxes
@@ -16,6 +15,7 @@ from resilient_jax.planning.plan_builder import build_plan
 from resilient_jax.planning.plan_explanation import explain_choice
 from resilient_jax.planning.plan_request import NO_CONSTRAINTS, NO_FIXED_AXES, PlanConstraints, PlanRequest
 from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search_space import SearchSpace, find_divisors
 from resilient_jax.planning.tensor_partition import find_violated_rules, require_partitionable
 from resilient_jax.topology import NumberFormat, Topology
 
@@ -98,7 +98,7 @@ def search_plans(
     best = _Best(max(top, 2))
     # Devices of unequal memory: a plan needs the least memory of its devices, so each size is searched with the hosts
     # that have as much or more. The limit of earlier searches prunes later ones.
-    cost_models: list[CostModel] = []
+    spaces: list[SearchSpace] = []
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
         request = PlanRequest(
             program_cost=program_cost,
@@ -109,12 +109,12 @@ def search_plans(
             number_format=wanted,
             pipeline_repeats=pipeline_repeats,
         )
-        cost_models.append(CostModel(request))
-        best.cost_model = cost_models[-1]
-        visit_candidates(cost_models[-1], constraints, best.limit_s, best.keep)
+        best.cost_model = CostModel(request)
+        spaces.append(SearchSpace(best.cost_model, constraints))
+        visit_candidates(spaces[-1], best.limit_s, best.keep)
     ranked = best.ranked()
     if not ranked:
-        raise explain_infeasibility(cost_models[0], constraints)
+        raise explain_infeasibility(spaces[0])
     plans = [build_plan(cost_model, candidate) for candidate, cost_model in ranked]
     return explain_choice(plans, constraints.min_replicas)[:top]
 

@@ -17,16 +17,20 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_axes_search import make_host_axes_plan, search_host_axes_plan
-from resilient_jax.planning.host_local_search import search_host_local_plan
-from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.plan_request import (
+    STAGE_PLAN_AXES,
+    PlanConstraints,
+    constrain_to_hosts,
+    constrain_to_stages,
+)
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
+from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.unequal_plan import UnequalPlan
+from resilient_jax.planning.unequal_search import make_host_axes_plan, search_host_axes_plan
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes, PlanConstants
 from resilient_jax.sharding.logical_axes import Tree
@@ -263,8 +267,8 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key, cache = (*counts.items(), axes), self._cache
         if key not in cache.plans_with_axes:
-            request = self._make_request(self._restrict_topology(counts), cache.calibration)
-            cache.plans_with_axes[key] = _make_plan_with_axes(request, axes)
+            topology = self._restrict_topology(counts)
+            cache.plans_with_axes[key] = self._try_axes(topology, cache.calibration, axes)
         return cache.plans_with_axes[key]
 
     def list_incomplete(self) -> tuple[HostName, ...]:
@@ -290,29 +294,25 @@ class PlanSearcher:
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 
-    def _make_request(self, topology: Topology, calibration: Calibration) -> MicrobatchRequest:
-        evaluation = self._config.evaluation
-        return MicrobatchRequest(
-            program_cost=self.program_cost,
-            topology=topology,
-            microbatch_size=self._config.microbatch_size,
-            num_microbatches=self._config.recipe.num_microbatches,
-            calibration=calibration,
-            axes=self._planner.axis_sizes,
-            evaluation_size=evaluation.microbatch_size if evaluation is not None else None,
-        )
-
     def _search(self, topology: Topology, calibration: Calibration) -> AnyPlan:
-        request = self._make_request(topology, calibration)
+        constraints = _constrain(self._config, self._planner.axis_sizes)
+        search_unequal = functools.partial(
+            search_host_axes_plan,
+            self.program_cost,
+            topology,
+            global_batch=self._config.global_batch,
+            constraints=constraints,
+            calibration=calibration,
+        )
         is_equal = len({host.devices for host in topology.hosts}) == 1
         try:
-            equal = search_host_local_plan(request)
+            equal = _search_equal(self._config, self.program_cost, topology, calibration, constraints)
         except PlanError as error:
             if is_equal:
                 raise
             if self.why_equal:
                 raise PlanError(f"{error}. All hosts have the same axes: {self.why_equal}") from error
-            if (unequal := search_host_axes_plan(request)) is None:
+            if (unequal := search_unequal()) is None:
                 raise
             return unequal
         if is_equal:
@@ -320,7 +320,28 @@ class PlanSearcher:
         if self.why_equal:
             reason = f"All hosts have the same axes: {self.why_equal}."
             return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
-        return search_host_axes_plan(request, equal_step_s=equal.step_time_s) or equal
+        return search_unequal(equal_step_s=equal.step_time_s) or equal
+
+    def _try_axes(self, topology: Topology, calibration: Calibration, axes: PlanAxes) -> AnyPlan | None:
+        """Return the plan whose replicas have such axes; None: none fits."""
+        by_devices = {number: _constrain(self._config, dict(given)) for number, given in axes}
+        counts = {host.devices for host in topology.hosts}
+        is_any = ANY_NUMBER in by_devices
+        if not is_any and not counts <= by_devices.keys():
+            return None
+        if not is_any and len(counts) > 1:
+            return make_host_axes_plan(
+                self.program_cost,
+                topology,
+                by_devices,
+                global_batch=self._config.global_batch,
+                calibration=calibration,
+            )
+        equal = by_devices[ANY_NUMBER if is_any else min(counts)]
+        try:
+            return _search_equal(self._config, self.program_cost, topology, calibration, equal)
+        except PlanError:
+            return None
 
     def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
         """Return the topology of these hosts with these numbers of devices."""
@@ -339,7 +360,11 @@ class PlanSearcher:
         Raises:
             PlanError: no plan fits.
         """
-        return search_stage_plan(self._make_request(self._topology, self._cache.calibration), num_stages)
+        config, axes = self._config, self._planner.axis_sizes
+        constraints = constrain_to_stages(
+            self._topology, num_stages, axes, config.microbatch_size, config.num_shared_examples
+        )
+        return _search_equal(config, self.program_cost, self._topology, self._cache.calibration, constraints)
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:
@@ -428,6 +453,23 @@ class PlanSearcher:
         return self._specs[key]
 
 
+def _constrain(config: FitConfig, axes: AxisSizes) -> PlanConstraints:
+    return constrain_to_hosts(axes, config.microbatch_size, config.num_shared_examples)
+
+
+def _search_equal(
+    config: FitConfig,
+    program_cost: ProgramCost,
+    topology: Topology,
+    calibration: Calibration,
+    constraints: PlanConstraints,
+) -> Plan:
+    batch = config.global_batch
+    return search_plans(
+        program_cost, topology, global_batch=batch, calibration=calibration, constraints=constraints
+    )[0]
+
+
 def _list_axes_by_devices(plan: AnyPlan) -> dict[int, dict[Axis, int]]:
     """Return the axes of a replica by the number of devices of its host."""
     plans = [team.plan for team in plan.teams] if isinstance(plan, UnequalPlan) else [plan]
@@ -449,21 +491,6 @@ def list_plan_axes(plan: AnyPlan) -> PlanAxes:
     if isinstance(plan, Plan):
         by_devices = {ANY_NUMBER: next(iter(by_devices.values()))}
     return tuple((number, _name_axes(sizes)) for number, sizes in sorted(by_devices.items()))
-
-
-def _make_plan_with_axes(request: MicrobatchRequest, axes: PlanAxes) -> AnyPlan | None:
-    by_devices = {number: dict(sizes) for number, sizes in axes}
-    counts = {host.devices for host in request.topology.hosts}
-    is_any = ANY_NUMBER in by_devices
-    if not is_any and not counts <= by_devices.keys():
-        return None
-    if not is_any and len(counts) > 1:
-        return make_host_axes_plan(request, by_devices)
-    try:
-        equal = by_devices[ANY_NUMBER if is_any else min(counts)]
-        return search_host_local_plan(dataclasses.replace(request, axes=equal))
-    except PlanError:
-        return None
 
 
 def _name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:
