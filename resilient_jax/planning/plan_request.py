@@ -2,17 +2,18 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
-from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_pool import HostPool
+from resilient_jax.planning.host_pool import HostPool, build_host_pool
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.topology import Topology
+from resilient_jax.topology import Host, NumberFormat, Topology
 
+BFLOAT16_BYTES: Final = 2
 STAGE_PLAN_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
 """Axes inside of a stage that is a whole host."""
 
@@ -24,6 +25,7 @@ class PlanRequest:
     Attributes:
         topology: all hosts, also those that the plan may not use.
         global_batch: sequences in a step.
+        pool: those that it may use.
         pipeline_repeats: chunks of layers on each pipeline stage (interleaved schedule).
     """
 
@@ -34,6 +36,47 @@ class PlanRequest:
     calibration: Calibration
     number_format: str
     pipeline_repeats: int = 1
+
+    def on_hosts(self, hosts: Iterable[Host], global_batch: int) -> "PlanRequest":
+        """Return the request for a part of the hosts, and of the batch."""
+        topology = dataclasses.replace(self.topology, hosts=tuple(hosts))
+        pool = build_host_pool(topology, self.number_format)
+        return dataclasses.replace(self, topology=topology, pool=pool, global_batch=global_batch)
+
+    def with_memory(self, memory_bytes: int) -> "PlanRequest":
+        """Return the request for the hosts whose devices have at least so much memory."""
+        pool = build_host_pool(self.topology, self.number_format, memory_bytes)
+        return dataclasses.replace(self, pool=pool)
+
+
+def make_request(
+    program_cost: ProgramCost,
+    topology: Topology,
+    *,
+    global_batch: int,
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    number_format: str | None = None,
+    pipeline_repeats: int = 1,
+) -> PlanRequest:
+    """Return the request for a plan on any hosts of a topology.
+
+    Args:
+        number_format: the format of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
+
+    Raises:
+        TopologyError: an accelerator has no peak for the number format.
+    """
+    is_short = program_cost.compute_bytes == BFLOAT16_BYTES
+    wanted = number_format or (NumberFormat.BF16 if is_short else NumberFormat.FP32)
+    return PlanRequest(
+        program_cost=program_cost,
+        topology=topology,
+        pool=build_host_pool(topology, wanted),
+        global_batch=global_batch,
+        calibration=calibration,
+        number_format=wanted,
+        pipeline_repeats=pipeline_repeats,
+    )
 
 
 class HostUse(enum.Enum):

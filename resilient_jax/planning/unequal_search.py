@@ -25,12 +25,12 @@ from typing import Final
 
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline_schedule.makespan import MachineTeam, divide_work
-from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_request import HostUse, PlanConstraints
+from resilient_jax.planning.plan_request import HostUse, PlanConstraints, PlanRequest, make_request
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import DEFAULT_CALIBRATION, search_plan, search_plans
+from resilient_jax.planning.search import search_best
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import Team, UnequalPlan, explain_teams, list_machines
 from resilient_jax.topology import Host, Topology
@@ -79,8 +79,15 @@ def search_unequal_plan(
     """
     if len(topology.hosts) > MAX_HOSTS:
         return None
-    search = _TeamSearch(program_cost, topology, global_batch, calibration, min_replicas=min_replicas)
-    share_plans = _SharePlans(program_cost, topology, global_batch, calibration, number_format)
+    request = make_request(
+        program_cost,
+        topology,
+        global_batch=global_batch,
+        calibration=calibration,
+        number_format=number_format,
+    )
+    search = _TeamSearch(request, min_replicas=min_replicas)
+    share_plans = _SharePlans(request)
     best: UnequalPlan | None = None
     for taken in range(MAX_WHOLE_HOSTS + 1):
         combinations = share_plans.list_combinations(_list_partitions(topology.hosts, taken))
@@ -92,32 +99,23 @@ def search_unequal_plan(
 
 
 def search_host_axes_plan(
-    program_cost: ProgramCost,
-    topology: Topology,
-    *,
-    global_batch: int,
-    constraints: PlanConstraints,
-    calibration: Calibration = DEFAULT_CALIBRATION,
-    equal_step_s: float = math.inf,
+    request: PlanRequest, constraints: PlanConstraints, *, equal_step_s: float = math.inf
 ) -> UnequalPlan | None:
     """Return the fastest plan with a team for each number of devices that hosts have.
 
     None where all have as many, where a team has no plan that fits, or where equal axes are as fast, less `MIN_GAIN`.
 
     Args:
-        topology: the available hosts.
-        global_batch: examples in a step.
+        request: that for all hosts.
         constraints: what `constrain_to_hosts` returns, for each team, which may leave devices out besides.
         equal_step_s: a step of the best plan with equal axes.
     """
-    counts = {host.devices for host in topology.hosts}
+    counts = {host.devices for host in request.topology.hosts}
     if len(counts) == 1:
         return None
     most = max(1, int(MAX_COMBINATIONS ** (1 / len(counts))))
-    choices = _search_parts(
-        program_cost, topology, global_batch, calibration, dict.fromkeys(counts, constraints), most
-    )
-    search = _TeamSearch(program_cost, topology, global_batch, calibration, keeps_idle=True)
+    choices = _search_parts(request, dict.fromkeys(counts, constraints), most)
+    search = _TeamSearch(request, keeps_idle=True)
     combinations = list(itertools.product(*choices)) if choices else []
     are_equal = [len({plan.layout.axes for plan in plans}) == 1 for plans in combinations]
     # Those with equal axes are priced as unequal teams are, too: the two estimates of an all-reduce differ.
@@ -129,46 +127,32 @@ def search_host_axes_plan(
 
 
 def make_host_axes_plan(
-    program_cost: ProgramCost,
-    topology: Topology,
-    constraints_by_devices: Mapping[int, PlanConstraints],
-    *,
-    global_batch: int,
-    calibration: Calibration = DEFAULT_CALIBRATION,
+    request: PlanRequest, constraints_by_devices: Mapping[int, PlanConstraints]
 ) -> UnequalPlan | None:
     """Return the plan with a team for each number of devices that hosts have, of given axes; None: one does not fit.
 
     Args:
-        topology: the available hosts.
+        request: that for all hosts.
         constraints_by_devices: the constraints of each team, by the number of devices of its hosts.
-        global_batch: examples in a step.
     """
-    choices = _search_parts(program_cost, topology, global_batch, calibration, constraints_by_devices, 1)
-    search = _TeamSearch(program_cost, topology, global_batch, calibration, keeps_idle=True)
+    choices = _search_parts(request, constraints_by_devices, 1)
+    search = _TeamSearch(request, keeps_idle=True)
     return search.combine([plans[0] for plans in choices], math.inf) if choices else None
 
 
 def _search_parts(
-    program_cost: ProgramCost,
-    topology: Topology,
-    global_batch: int,
-    calibration: Calibration,
-    constraints_by_devices: Mapping[int, PlanConstraints],
-    top: int,
+    request: PlanRequest, constraints_by_devices: Mapping[int, PlanConstraints], top: int
 ) -> list[tuple[Plan, ...]]:
     """Return the best plans of the hosts with each number of devices, most devices first; [] if some have none."""
     parts: dict[int, list[Host]] = {}
-    for host in sorted(topology.hosts, key=lambda host: -host.devices):
+    for host in sorted(request.topology.hosts, key=lambda host: -host.devices):
         parts.setdefault(host.devices, []).append(host)
     try:
         return [
-            search_plans(
-                program_cost,
-                dataclasses.replace(topology, hosts=tuple(hosts)),
-                global_batch=global_batch,
-                calibration=calibration,
-                constraints=constraints_by_devices[devices]._replace(host_use=HostUse.INSIDE),
-                top=top,
+            search_best(
+                request.on_hosts(hosts, request.global_batch),
+                constraints_by_devices[devices]._replace(host_use=HostUse.INSIDE),
+                top,
             )
             for devices, hosts in parts.items()
         ]
@@ -226,20 +210,9 @@ def _partition(number: int, most_parts: int, largest: int | None = None) -> Iter
 class _SharePlans:
     """The plans of parts for their shares of the batch, each searched once."""
 
-    def __init__(
-        self,
-        program_cost: ProgramCost,
-        topology: Topology,
-        global_batch: int,
-        calibration: Calibration,
-        number_format: str | None,
-    ) -> None:
-        self._program_cost = program_cost
-        self._topology = topology
-        self._batch = global_batch
-        self._calibration = calibration
-        self._number_format = number_format
-        self._speed = sum(_get_speed(host) for host in topology.hosts)
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._speed = sum(_get_speed(host) for host in request.topology.hosts)
         self._plans: dict[Part, tuple[Plan, ...]] = {}
 
     def list_combinations(self, partitions: Iterable[Sequence[Part]]) -> Iterator[tuple[Plan, ...]]:
@@ -252,9 +225,9 @@ class _SharePlans:
     def _find_plans(self, part: Part) -> tuple[Plan, ...]:
         """Return different plans of a part, for its share of the batch and numbers near it."""
         if part not in self._plans:
-            fluid = self._batch * sum(map(_get_speed, part)) / self._speed
+            fluid = self._request.global_batch * sum(map(_get_speed, part)) / self._speed
             steps = (*SHARE_STEPS, SHARE_STEPS[-1] * len(part))
-            shares = {min(self._batch, max(1, round(fluid / step)) * step) for step in steps}
+            shares = {min(self._request.global_batch, max(1, round(fluid / step)) * step) for step in steps}
             found = {}
             for share in sorted(shares):
                 plan = self._search(part, share)
@@ -265,13 +238,7 @@ class _SharePlans:
 
     def _search(self, part: Part, share: int) -> Plan | None:
         try:
-            return search_plan(
-                self._program_cost,
-                dataclasses.replace(self._topology, hosts=part),
-                global_batch=share,
-                calibration=self._calibration,
-                number_format=self._number_format,
-            )
+            return search_best(self._request.on_hosts(part, share))[0]
         except CallerError:  # nothing fits, the share is too small for the part, or its devices divide no dim
             return None
 
@@ -288,21 +255,11 @@ class _TeamSearch:
         keeps_idle: whether a team without microbatches is a part of the plan, as its hosts hold the state.
     """
 
-    def __init__(
-        self,
-        program_cost: ProgramCost,
-        topology: Topology,
-        global_batch: int,
-        calibration: Calibration,
-        *,
-        min_replicas: int = 1,
-        keeps_idle: bool = False,
-    ) -> None:
-        self._device_count = topology.device_count
-        self._batch = global_batch
+    def __init__(self, request: PlanRequest, *, min_replicas: int = 1, keeps_idle: bool = False) -> None:
+        self._request = request
         self._min_replicas = min_replicas
         self._keeps_idle = keeps_idle
-        self._reduction = TeamReduction(program_cost, topology, calibration)
+        self._reduction = TeamReduction(request.program_cost, request.topology, request.calibration)
         self._machines: dict[tuple[object, ...], MachineTeam] = {}
 
     def find_fastest(self, combinations: Iterable[tuple[Plan, ...]], limit_s: float) -> UnequalPlan | None:
@@ -320,7 +277,7 @@ class _TeamSearch:
     def _bound_s(self, plans: Sequence[Plan]) -> float:
         """Return what a step takes at least: as if sequences could be divided, and without the all-reduce."""
         speed = sum(self._get_machines(plan).speed for plan in plans)
-        return self._batch / speed + max(plan.step_breakdown.optimizer_s for plan in plans)
+        return self._request.global_batch / speed + max(plan.step_breakdown.optimizer_s for plan in plans)
 
     def _get_machines(self, plan: Plan) -> MachineTeam:
         key = (plan.layout.axes, plan.microbatch, plan.replica_classes)
@@ -333,7 +290,9 @@ class _TeamSearch:
         """Return the plan of these teams; None if microbatches cannot add up, not by the limit, or replicas are few."""
         # step = max_i makespan_i(n_i) + all-reduce + update, in s.
         after_s = self._reduction.estimate_s(plans) + max(plan.step_breakdown.optimizer_s for plan in plans)
-        counts = divide_work(self._batch, [self._get_machines(plan) for plan in plans], limit_s - after_s)
+        counts = divide_work(
+            self._request.global_batch, [self._get_machines(plan) for plan in plans], limit_s - after_s
+        )
         if counts is None:
             return None
         # Why a plan was the best of its part says nothing about the teams together.
@@ -347,8 +306,8 @@ class _TeamSearch:
             return None
         return UnequalPlan(
             teams=teams,
-            global_batch=self._batch,
-            device_count=self._device_count,
+            global_batch=self._request.global_batch,
+            device_count=self._request.topology.device_count,
             gradient_all_reduce_s=self._reduction.estimate_s(used),
             optimizer_s=max(plan.step_breakdown.optimizer_s for plan in used),
             reason=explain_teams(teams),

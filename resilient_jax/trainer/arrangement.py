@@ -24,11 +24,13 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import (
     STAGE_PLAN_AXES,
     PlanConstraints,
+    PlanRequest,
     constrain_to_hosts,
     constrain_to_stages,
+    make_request,
 )
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import search_plans
+from resilient_jax.planning.search import search_best
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.planning.unequal_search import make_host_axes_plan, search_host_axes_plan
 from resilient_jax.program_analysis.program_analysis import analyze_program
@@ -254,7 +256,9 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key, cache = tuple(counts.items()), self._cache
         if key not in cache.plans:
-            cache.plans[key] = self._search(self._restrict_topology(counts), cache.calibration)
+            cache.plans[key] = self._search(
+                self._make_request(self._restrict_topology(counts), cache.calibration)
+            )
         return cache.plans[key]
 
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
@@ -267,8 +271,9 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key, cache = (*counts.items(), axes), self._cache
         if key not in cache.plans_with_axes:
-            topology = self._restrict_topology(counts)
-            cache.plans_with_axes[key] = self._try_axes(topology, cache.calibration, axes)
+            request = self._make_request(self._restrict_topology(counts), cache.calibration)
+            by_devices = {number: _constrain(self._config, dict(sizes)) for number, sizes in axes}
+            cache.plans_with_axes[key] = _try_axes(request, by_devices)
         return cache.plans_with_axes[key]
 
     def list_incomplete(self) -> tuple[HostName, ...]:
@@ -294,25 +299,21 @@ class PlanSearcher:
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 
-    def _search(self, topology: Topology, calibration: Calibration) -> AnyPlan:
+    def _make_request(self, topology: Topology, calibration: Calibration) -> PlanRequest:
+        batch = self._config.global_batch
+        return make_request(self.program_cost, topology, global_batch=batch, calibration=calibration)
+
+    def _search(self, request: PlanRequest) -> AnyPlan:
         constraints = _constrain(self._config, self._planner.axis_sizes)
-        search_unequal = functools.partial(
-            search_host_axes_plan,
-            self.program_cost,
-            topology,
-            global_batch=self._config.global_batch,
-            constraints=constraints,
-            calibration=calibration,
-        )
-        is_equal = len({host.devices for host in topology.hosts}) == 1
+        is_equal = len({host.devices for host in request.topology.hosts}) == 1
         try:
-            equal = _search_equal(self._config, self.program_cost, topology, calibration, constraints)
+            equal = search_best(request, constraints)[0]
         except PlanError as error:
             if is_equal:
                 raise
             if self.why_equal:
                 raise PlanError(f"{error}. All hosts have the same axes: {self.why_equal}") from error
-            if (unequal := search_unequal()) is None:
+            if (unequal := search_host_axes_plan(request, constraints)) is None:
                 raise
             return unequal
         if is_equal:
@@ -320,28 +321,7 @@ class PlanSearcher:
         if self.why_equal:
             reason = f"All hosts have the same axes: {self.why_equal}."
             return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
-        return search_unequal(equal_step_s=equal.step_time_s) or equal
-
-    def _try_axes(self, topology: Topology, calibration: Calibration, axes: PlanAxes) -> AnyPlan | None:
-        """Return the plan whose replicas have such axes; None: none fits."""
-        by_devices = {number: _constrain(self._config, dict(given)) for number, given in axes}
-        counts = {host.devices for host in topology.hosts}
-        is_any = ANY_NUMBER in by_devices
-        if not is_any and not counts <= by_devices.keys():
-            return None
-        if not is_any and len(counts) > 1:
-            return make_host_axes_plan(
-                self.program_cost,
-                topology,
-                by_devices,
-                global_batch=self._config.global_batch,
-                calibration=calibration,
-            )
-        equal = by_devices[ANY_NUMBER if is_any else min(counts)]
-        try:
-            return _search_equal(self._config, self.program_cost, topology, calibration, equal)
-        except PlanError:
-            return None
+        return search_host_axes_plan(request, constraints, equal_step_s=equal.step_time_s) or equal
 
     def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
         """Return the topology of these hosts with these numbers of devices."""
@@ -364,7 +344,7 @@ class PlanSearcher:
         constraints = constrain_to_stages(
             self._topology, num_stages, axes, config.microbatch_size, config.num_shared_examples
         )
-        return _search_equal(config, self.program_cost, self._topology, self._cache.calibration, constraints)
+        return search_best(self._make_request(self._topology, self._cache.calibration), constraints)[0]
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:
@@ -457,19 +437,6 @@ def _constrain(config: FitConfig, axes: AxisSizes) -> PlanConstraints:
     return constrain_to_hosts(axes, config.microbatch_size, config.num_shared_examples)
 
 
-def _search_equal(
-    config: FitConfig,
-    program_cost: ProgramCost,
-    topology: Topology,
-    calibration: Calibration,
-    constraints: PlanConstraints,
-) -> Plan:
-    batch = config.global_batch
-    return search_plans(
-        program_cost, topology, global_batch=batch, calibration=calibration, constraints=constraints
-    )[0]
-
-
 def _list_axes_by_devices(plan: AnyPlan) -> dict[int, dict[Axis, int]]:
     """Return the axes of a replica by the number of devices of its host."""
     plans = [team.plan for team in plan.teams] if isinstance(plan, UnequalPlan) else [plan]
@@ -491,6 +458,20 @@ def list_plan_axes(plan: AnyPlan) -> PlanAxes:
     if isinstance(plan, Plan):
         by_devices = {ANY_NUMBER: next(iter(by_devices.values()))}
     return tuple((number, _name_axes(sizes)) for number, sizes in sorted(by_devices.items()))
+
+
+def _try_axes(request: PlanRequest, by_devices: Mapping[int, PlanConstraints]) -> AnyPlan | None:
+    """Return the plan whose replicas have given axes, by the number of devices of their hosts; None: none fits."""
+    counts = {host.devices for host in request.topology.hosts}
+    is_any = ANY_NUMBER in by_devices
+    if not is_any and not counts <= by_devices.keys():
+        return None
+    if not is_any and len(counts) > 1:
+        return make_host_axes_plan(request, by_devices)
+    try:
+        return search_best(request, by_devices[ANY_NUMBER if is_any else min(counts)])[0]
+    except PlanError:
+        return None
 
 
 def _name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:

@@ -8,9 +8,10 @@ import pytest
 
 from resilient_jax.pipeline_schedule.makespan import assign_tasks
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.plan_request import NO_FIXED_AXES, HostUse, constrain_to_hosts
-from resilient_jax.planning.search import DEFAULT_CALIBRATION, search_plans
+from resilient_jax.planning.plan_request import NO_FIXED_AXES, HostUse, constrain_to_hosts, make_request
+from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import list_machines
 from resilient_jax.planning.unequal_search import MIN_GAIN, search_host_axes_plan
@@ -44,13 +45,9 @@ def list_plans(topology, microbatches, rows=ROWS, shared_examples=None, host_use
 def search(
     topology, microbatches, *, equal_step_s=math.inf, axes=NO_FIXED_AXES, rows=ROWS, shared_examples=None
 ):
-    return search_host_axes_plan(
-        PROFILE,
-        topology,
-        global_batch=microbatches * rows,
-        constraints=constrain_to_hosts(axes, rows, shared_examples),
-        equal_step_s=equal_step_s,
-    )
+    request = make_request(PROFILE, topology, global_batch=microbatches * rows)
+    constraints = constrain_to_hosts(axes, rows, shared_examples)
+    return search_host_axes_plan(request, constraints, equal_step_s=equal_step_s)
 
 
 def list_all_steps(topology, microbatches):
