@@ -96,6 +96,15 @@ def share_tasks(tasks: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(next(shares) if speed else 0 for speed in speeds)
 
 
+def estimate_finish_s(tasks: int, shared_by: Sequence[float], speeds: Sequence[float]) -> float:
+    """Return when the last machine is done, if tasks are shared by some speeds and machines have others.
+
+    >>> estimate_finish_s(8, [1.0, 1.0], [1.0, 4.0])
+    4.0
+    """
+    return max(share / speed for share, speed in zip(share_tasks(tasks, shared_by), speeds, strict=True))
+
+
 def assign_tasks(tasks: int, machines: Sequence[MachineClass]) -> TaskAssignment:
     """Return the assignment with the least makespan.
 

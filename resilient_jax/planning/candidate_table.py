@@ -382,7 +382,8 @@ class _Rows:
     def _count_replicas(self, stages: int, widths: Index) -> Index:
         """Return the most replicas of each row, or as many as they must be."""
         space, most = self._groups.space, self._groups.cost_model.devices
-        distinct, index = np.unique(widths, return_inverse=True)
+        # Where stages may be anywhere, the number is the same for all widths.
+        distinct, index = np.unique(0 if space.is_free else widths, return_inverse=True)
         counts = [space.count_replicas(width, stages) for width in distinct.tolist()]
         given = np.array([most if count is None else count for count in counts], np.int64)
         return np.minimum(most // (widths * stages), given[index])

@@ -25,7 +25,7 @@ class PlanRequest:
     Attributes:
         topology: all hosts, also those that the plan may not use.
         global_batch: sequences in a step.
-        pool: those that it may use.
+        pool: the hosts that the plan may use, by kind and domain.
         pipeline_repeats: chunks of layers on each pipeline stage (interleaved schedule).
     """
 

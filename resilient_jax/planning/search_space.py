@@ -65,6 +65,11 @@ class SearchSpace:
         found = self.list_microbatches(fsdp)
         return min(found, key=lambda one: (one.sequences, not one.remat), default=None)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the devices of a stage may be anywhere, so that their number says nothing about that of replicas."""
+        return self._num_stages is None
+
     def count_replicas(self, width: int, stages: int) -> int | None:
         """Return how many replicas a plan must have; None: any number, 0: there is no such plan.
 
@@ -80,8 +85,9 @@ class SearchSpace:
 
     def allows_layout(self, layout: DeviceLayout) -> bool:
         """Return whether the devices of each stage are where they may be."""
-        in_host, whole = layout.axes_in_host._replace(pipeline=1), layout.axes._replace(pipeline=1)
-        return self._num_stages is None or in_host == whole
+        if self.is_free:
+            return True
+        return layout.axes_in_host._replace(pipeline=1) == layout.axes._replace(pipeline=1)
 
 
 def _count_stages(topology: Topology, host_use: HostUse) -> Mapping[int, int] | None:

@@ -106,7 +106,6 @@ def search_host_axes_plan(
     None where all have as many, where a team has no plan that fits, or where equal axes are as fast, less `MIN_GAIN`.
 
     Args:
-        request: that for all hosts.
         constraints: what `constrain_to_hosts` returns, for each team, which may leave devices out besides.
         equal_step_s: a step of the best plan with equal axes.
     """
@@ -132,7 +131,6 @@ def make_host_axes_plan(
     """Return the plan with a team for each number of devices that hosts have, of given axes; None: one does not fit.
 
     Args:
-        request: that for all hosts.
         constraints_by_devices: the constraints of each team, by the number of devices of its hosts.
     """
     choices = _search_parts(request, constraints_by_devices, 1)
