@@ -98,3 +98,6 @@ def load_calibration(path: str | Path) -> Calibration:
         return Calibration(**{key: float(value) for key, value in values.items()})
     except (CallerError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+DEFAULT_CALIBRATION = Calibration()

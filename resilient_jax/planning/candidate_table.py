@@ -13,7 +13,6 @@ So a column `least_s` is at most the step time of any plan of its row: `candidat
 further row can be faster. On equal hosts it is nearly the step time itself.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,11 +26,10 @@ from resilient_jax.planning.device_cost import is_partitioned, list_fsdp_collect
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, compute_level_factors
 from resilient_jax.planning.memory import count_in_flight
 from resilient_jax.planning.pipeline import REMAT_WEIGHT_SHARE, WEIGHT_SHARE, time_pipeline
-from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.program_cost import AmountByAxis, CollectiveKind, ModelPart, PartCost
+from resilient_jax.planning.search_space import SearchSpace
 from resilient_jax.planning.stage_memory import ROUNDING_SLACK
 from resilient_jax.planning.state_bytes import PartBytes
-from resilient_jax.planning.tensor_partition import find_axis_sizes
 
 Column = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -83,40 +81,17 @@ class CandidateTable:
 NO_CANDIDATES = CandidateTable(np.empty(0), np.empty((0, 7), np.int64))
 
 
-def find_divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, in order.
-
-    >>> find_divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    # Divisors come in pairs (d, n / d) with d <= sqrt(n).
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return tuple(sorted({size for low in small for size in (low, number // low)}))
-
-
-def list_axis_sizes(cost_model: CostModel, constraints: PlanConstraints, axis: Axis) -> list[int]:
-    """Return the sizes of an axis of a replica that the program, the batch and the constraints allow."""
-    request = cost_model.request
-    if axis is Axis.FSDP:
-        sizes = find_divisors(request.global_batch)
-    else:
-        sizes = find_axis_sizes(request.program_cost, axis, cost_model.devices)
-    return [size for size in sizes if size == constraints.axes.get(axis, size)]
-
-
-def tabulate_candidates(
-    cost_model: CostModel, constraints: PlanConstraints, levels: Sequence[int]
-) -> CandidateTable:
-    """Return the table of a request.
+def tabulate_candidates(space: SearchSpace, levels: Sequence[int]) -> CandidateTable:
+    """Return the table of a search.
 
     Args:
         levels: levels of links that a replica may be placed at.
     """
-    groups = _Groups(cost_model, constraints)
+    groups = _Groups(space)
     if not len(groups.devices):
         return NO_CANDIDATES
-    rows = _Rows(groups, constraints, levels)
-    tables = [rows.price(stages) for stages in list_axis_sizes(cost_model, constraints, Axis.PIPELINE)]
+    rows = _Rows(groups, levels)
+    tables = [NO_CANDIDATES, *map(rows.price, space.list_axis_sizes(Axis.PIPELINE))]
     return CandidateTable(
         np.concatenate([table.least_s for table in tables]),
         np.concatenate([table.columns for table in tables]),
@@ -126,17 +101,17 @@ def tabulate_candidates(
 class _Groups:
     """Columns of the axes that shard a layer: one row for each choice of tensor, sequence, expert and FSDP."""
 
-    def __init__(self, cost_model: CostModel, constraints: PlanConstraints) -> None:
-        self.cost_model = cost_model
-        sizes = [list_axis_sizes(cost_model, constraints, axis) for axis in IN_LAYER]
-        least = max(constraints.min_replicas, constraints.axes.get(Axis.REPLICA, 1))
+    def __init__(self, space: SearchSpace) -> None:
+        self.cost_model, self.space = space.cost_model, space
+        sizes = [space.list_axis_sizes(axis) for axis in IN_LAYER]
+        least = max(space.constraints.min_replicas, space.constraints.axes.get(Axis.REPLICA, 1))
         grid = (
             np.stack(np.meshgrid(*sizes, indexing="ij"), axis=-1).reshape(-1, len(IN_LAYER)).astype(np.int64)
         )
         devices = grid.prod(axis=1)
         # By devices, so that the rows that have room for more stages come first.
         order = np.argsort(devices, kind="stable")
-        order = order[devices[order] * least <= cost_model.devices]
+        order = order[devices[order] * least <= self.cost_model.devices]
         self.axes: Index = grid[order]
         self.devices: Index = devices[order]
         self.tensor, self.sequence, self.expert, self.fsdp = self.axes.T
@@ -290,22 +265,11 @@ def _find_rates(
 class _Rows:
     """Columns of axes and microbatch, but for the pipeline: a row for each group, microbatch size, and remat."""
 
-    def __init__(self, groups: _Groups, constraints: PlanConstraints, levels: Sequence[int]) -> None:
-        self._groups, self._constraints = groups, constraints
-        request = groups.cost_model.request
-        batch, given = request.global_batch, constraints.microbatch
-        remats = (False, True) if request.program_cost.can_remat else (False,)
+    def __init__(self, groups: _Groups, levels: Sequence[int]) -> None:
+        self._groups = groups
+        batch = groups.cost_model.request.global_batch
         choices = {
-            fsdp: np.array(
-                [
-                    (size, remat)
-                    for size in find_divisors(batch // fsdp)
-                    if batch // fsdp // size >= constraints.min_replicas
-                    for remat in remats
-                    if given in (None, MicrobatchConfig(size, remat))
-                ],
-                np.int64,
-            ).reshape(-1, 2)
+            fsdp: np.array(groups.space.list_microbatches(fsdp), np.int64).reshape(-1, 2)
             for fsdp in set(groups.fsdp.tolist())
         }
         chosen = [choices[fsdp] for fsdp in groups.fsdp.tolist()]
@@ -388,17 +352,14 @@ class _Rows:
 
     def price(self, stages: int) -> CandidateTable:
         """Return the rows with so many stages that may fit in memory, with the bound of their step times."""
-        cost_model, constraints = self._groups.cost_model, self._constraints
+        cost_model = self._groups.cost_model
         constants, repeats = cost_model.request.calibration, cost_model.request.pipeline_repeats
         layers = cost_model.layers
         # Rows are sorted by devices.
         has_room = slice(np.searchsorted(self.devices, cost_model.devices // stages, side="right"))
         longest = self._find_longest(stages, has_room)
-        replicas = np.minimum(
-            cost_model.devices // (self.devices[has_room] * stages),
-            constraints.axes.get(Axis.REPLICA, cost_model.devices),
-        )
-        fits = np.flatnonzero((longest > 0) & (replicas >= constraints.min_replicas))
+        replicas = self._count_replicas(stages, self.devices[has_room])
+        fits = np.flatnonzero((longest > 0) & (replicas >= self._groups.space.constraints.min_replicas))
         longest, replicas = longest[fits], replicas[fits]
         layer, transfer = self.layer_s[fits], self.transfer_s[fits]
         slowest = np.maximum(longest * layer, (layers * layer + self.ends_s[fits]) / stages)
@@ -417,6 +378,15 @@ class _Rows:
             ]
         )
         return CandidateTable(least * (2 - ROUNDING_SLACK), columns)
+
+    def _count_replicas(self, stages: int, widths: Index) -> Index:
+        """Return the most replicas of each row, or as many as they must be."""
+        space, most = self._groups.space, self._groups.cost_model.devices
+        # Where stages may be anywhere, the number is the same for all widths.
+        distinct, index = np.unique(0 if space.is_free else widths, return_inverse=True)
+        counts = [space.count_replicas(width, stages) for width in distinct.tolist()]
+        given = np.array([most if count is None else count for count in counts], np.int64)
+        return np.minimum(most // (widths * stages), given[index])
 
     def _find_longest(self, stages: int, rows: slice) -> Column:
         """Return the least layers of the longest stage that memory allows, or fewer; 0 where the layers do not fit."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.candidate_table import tabulate_candidates
 from resilient_jax.planning.cost_model import BlockClass, CostModel, PlanCost
 from resilient_jax.planning.device_layout import (
@@ -19,7 +18,7 @@ from resilient_jax.planning.device_layout import (
     ReplicaAxes,
     enumerate_layouts,
 )
-from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.search_space import SearchSpace
 from resilient_jax.planning.stage_balancing import bound_block_classes, tighten_layer_limits
 
 BLOCK_SIZES = tuple(sorted({factor << power for power in range(16) for factor in (1, 3)}))
@@ -57,8 +56,7 @@ def find_useful_levels(cost_model: CostModel, stages: int) -> tuple[int, ...]:
 
 
 def visit_candidates(
-    cost_model: CostModel,
-    constraints: PlanConstraints,
+    space: SearchSpace,
     limit_s: Callable[[ReplicaAxes], float],
     keep: Callable[[PlanCandidate], None],
 ) -> None:
@@ -67,16 +65,18 @@ def visit_candidates(
     Args:
         limit_s: the step time from which on a replica's axes are of no use; may only fall between calls.
     """
+    cost_model = space.cost_model
     levels = tuple(find_useful_levels(cost_model, stages) for stages in (1, 2))
     devices = cost_model.request.pool.devices_per_host
     layouts: dict[ReplicaAxes, tuple[DeviceLayout, ...]] = {}
-    pricing = _Pricing(cost_model, constraints, limit_s, keep)
-    for least_s, axes, microbatch in tabulate_candidates(cost_model, constraints, levels[1]).ascending():
+    pricing = _Pricing(space, limit_s, keep)
+    for least_s, axes, microbatch in tabulate_candidates(space, levels[1]).ascending():
         if least_s >= limit_s(ANY_AXES):
             return
         if least_s < limit_s(axes):
             if axes not in layouts:
-                layouts[axes] = enumerate_layouts(axes, devices, levels[axes.pipeline > 1])
+                found = enumerate_layouts(axes, devices, levels[axes.pipeline > 1])
+                layouts[axes] = tuple(layout for layout in found if space.allows_layout(layout))
             for layout in layouts[axes]:
                 pricing.visit_layout(layout, microbatch)
 
@@ -86,13 +86,11 @@ class _Pricing:
 
     def __init__(
         self,
-        cost_model: CostModel,
-        constraints: PlanConstraints,
+        space: SearchSpace,
         limit_s: Callable[[ReplicaAxes], float],
         keep: Callable[[PlanCandidate], None],
     ) -> None:
-        self._cost_model = cost_model
-        self._constraints = constraints
+        self._cost_model, self._space = space.cost_model, space
         self._limit_s = limit_s
         self._keep = keep
 
@@ -134,7 +132,7 @@ class _Pricing:
             relaxed = bound_block_classes(cost_model, layout, microbatch, classes)
             least_s = math.inf
             for blocks, cost in enumerate_block_counts(
-                cost_model, self._constraints, layout, microbatch, classes, self._limit_s(axes)
+                self._space, layout, microbatch, classes, self._limit_s(axes)
             ):
                 self._keep(PlanCandidate(cost.step_s, layout, microbatch, blocks))
                 least_s = min(
@@ -151,8 +149,7 @@ class _Pricing:
 
 
 def enumerate_block_counts(
-    cost_model: CostModel,
-    constraints: PlanConstraints,
+    space: SearchSpace,
     layout: DeviceLayout,
     microbatch: MicrobatchConfig,
     classes: tuple[BlockClass, ...],
@@ -163,13 +160,14 @@ def enumerate_block_counts(
     Of all numbers with the same makespan the smallest is best: its all-reduce over replicas is faster. Smaller numbers
     have a larger makespan, so the search ends when the makespan alone reaches the limit.
     """
-    each = layout.replicas_per_block
-    fewest = -(-constraints.min_replicas // each)
+    cost_model, each = space.cost_model, layout.replicas_per_block
+    fewest = -(-space.constraints.min_replicas // each)
     most_blocks = min(
         sum(block_class.blocks for block_class in classes),
         cost_model.memory.count_microbatches(layout.axes, microbatch) // each,
     )
-    if (wanted := constraints.axes.get(Axis.REPLICA)) is not None:
+    stages = layout.axes.pipeline
+    if (wanted := space.count_replicas(layout.axes.devices // stages, stages)) is not None:
         if wanted % each == 0 and fewest <= wanted // each <= most_blocks:
             yield wanted // each, cost_model.estimate_plan(layout, microbatch, classes, wanted // each)
         return

@@ -3,24 +3,26 @@
 import math
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
-from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidate_table import find_divisors
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
 from resilient_jax.planning.candidates import PlanCandidate, visit_candidates
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import ReplicaAxes
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_pool import build_host_pool
 from resilient_jax.planning.infeasibility import explain_infeasibility
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_builder import build_plan
 from resilient_jax.planning.plan_explanation import explain_choice
-from resilient_jax.planning.plan_request import NO_CONSTRAINTS, NO_FIXED_AXES, PlanConstraints, PlanRequest
+from resilient_jax.planning.plan_request import (
+    NO_CONSTRAINTS,
+    NO_FIXED_AXES,
+    PlanConstraints,
+    PlanRequest,
+    make_request,
+)
 from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search_space import SearchSpace, find_divisors
 from resilient_jax.planning.tensor_partition import find_violated_rules, require_partitionable
-from resilient_jax.topology import NumberFormat, Topology
-
-DEFAULT_CALIBRATION = Calibration()
-BFLOAT16_BYTES = 2
+from resilient_jax.topology import Topology
 
 
 def search_plan(
@@ -86,36 +88,43 @@ def search_plans(
     pipeline_repeats: int = 1,
     top: int = 1,
 ) -> tuple[Plan, ...]:
-    """Return the best plans, no two with the same replica axes, the fastest first; most arguments are `search_plan`'s.
+    """Return the best plans as `search_best` does; most arguments are `search_plan`'s.
 
     Raises:
         PlanError: as of `search_plan`.
     """
-    validate_request(program_cost, topology, global_batch, constraints, pipeline_repeats, top)
-    wanted = number_format or (
-        NumberFormat.BF16 if program_cost.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
+    request = make_request(
+        program_cost,
+        topology,
+        global_batch=global_batch,
+        calibration=calibration,
+        number_format=number_format,
+        pipeline_repeats=pipeline_repeats,
     )
+    return search_best(request, constraints, top)
+
+
+def search_best(
+    request: PlanRequest, constraints: PlanConstraints = NO_CONSTRAINTS, top: int = 1
+) -> tuple[Plan, ...]:
+    """Return the best plans, no two with the same replica axes, the fastest first.
+
+    Raises:
+        PlanError: as of `search_plan`.
+    """
+    validate_request(request, constraints, top)
     # Two at least: the explanation compares the best plan with the next.
     best = _Best(max(top, 2))
     # Devices of unequal memory: a plan needs the least memory of its devices, so each size is searched with the hosts
     # that have as much or more. The limit of earlier searches prunes later ones.
-    cost_models: list[CostModel] = []
-    for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
-        request = PlanRequest(
-            program_cost=program_cost,
-            topology=topology,
-            pool=build_host_pool(topology, wanted, memory),
-            global_batch=global_batch,
-            calibration=calibration,
-            number_format=wanted,
-            pipeline_repeats=pipeline_repeats,
-        )
-        cost_models.append(CostModel(request))
-        best.cost_model = cost_models[-1]
-        visit_candidates(cost_models[-1], constraints, best.limit_s, best.keep)
+    spaces: list[SearchSpace] = []
+    for memory in sorted({kind.memory_bytes for kind in request.topology.accelerators}):
+        best.cost_model = CostModel(request.with_memory(memory) if spaces else request)
+        spaces.append(SearchSpace(best.cost_model, constraints))
+        visit_candidates(spaces[-1], best.limit_s, best.keep)
     ranked = best.ranked()
     if not ranked:
-        raise explain_infeasibility(cost_models[0], constraints)
+        raise explain_infeasibility(spaces[0])
     plans = [build_plan(cost_model, candidate) for candidate, cost_model in ranked]
     return explain_choice(plans, constraints.min_replicas)[:top]
 
@@ -152,23 +161,17 @@ class _Best:
         return sorted(self._found.values(), key=lambda pair: pair[0])
 
 
-def validate_request(
-    program_cost: ProgramCost,
-    topology: Topology,
-    global_batch: int,
-    constraints: PlanConstraints,
-    pipeline_repeats: int,
-    top: int,
-) -> None:
+def validate_request(request: PlanRequest, constraints: PlanConstraints, top: int) -> None:
     """Raise an error for a request that no plan can satisfy.
 
     Raises:
         PlanError: a number is out of range; the message says which, what was expected and what to do.
         CallerError: no axis can shard the program.
     """
+    program_cost, topology = request.program_cost, request.topology
     numbers = {
-        "global_batch": global_batch,
-        "pipeline_repeats": pipeline_repeats,
+        "global_batch": request.global_batch,
+        "pipeline_repeats": request.pipeline_repeats,
         "top": top,
         "min_replicas": constraints.min_replicas,
     }
@@ -186,7 +189,7 @@ def validate_request(
                 f"axis {axis}: found {size}, expected a size that {program_cost.name} allows; it has {named}. "
                 "Choose another size"
             )
-    _check_sizes(topology, global_batch, constraints)
+    _check_sizes(topology, request.global_batch, constraints)
 
 
 def _check_sizes(topology: Topology, global_batch: int, constraints: PlanConstraints) -> None:

@@ -24,7 +24,7 @@ class TeamReduction:
         self._topology = topology
         self._links = find_device_links(topology, calibration.link_efficiency, calibration.latency_factor)
         self._counter = StateCounter(program_cost)
-        self._gradient_bytes: dict[int, float] = {}
+        self._gradient_bytes: dict[tuple[object, ...], float] = {}
 
     def estimate_s(self, plans: Sequence[Plan]) -> float:
         """Return the time of the all-reduce over the replicas of all teams: first inside of hosts, then between them.
@@ -57,14 +57,16 @@ class TeamReduction:
 
     def _count_gradients(self, plan: Plan) -> float:
         """Return the bytes of gradients on the fullest device of a plan."""
-        if id(plan) not in self._gradient_bytes:
+        splits = tuple(one.layers for one in plan.replica_classes)
+        key = (plan.layout.axes, splits)
+        if key not in self._gradient_bytes:
             state = self._counter.count(plan.layout.axes)
-            self._gradient_bytes[id(plan)] = max(
-                state.count_stage(layers, is_first=index == 0, is_last=index == len(one.layers) - 1).gradients
-                for one in plan.replica_classes
-                for index, layers in enumerate(one.layers)
+            self._gradient_bytes[key] = max(
+                state.count_stage(layers, is_first=index == 0, is_last=index == len(split) - 1).gradients
+                for split in splits
+                for index, layers in enumerate(split)
             )
-        return self._gradient_bytes[id(plan)]
+        return self._gradient_bytes[key]
 
 
 def _find_level(topology: Topology, hosts: Sequence[Host]) -> int:

@@ -1,27 +1,36 @@
 """The search for a plan of unequal teams: where equal replicas leave devices out, every device can work.
 
-1. Hosts with all devices at full speed stay together, but for a few; the others, by kind, are cut into slices of their
-   devices: 7 into 7, 4 + 3, 3 + 2 + 2, ... (Chameleon, arXiv 2508.21613, partitions integers of devices in this way.)
-   Those few whole hosts and the others may also form one part that spans hosts, for a model that fits in no host.
-2. Each part gets the plan of `search` for its share of the batch; a part without a plan is left out.
-3. Whole microbatches are assigned so that the teams add up to the batch and the last is done soonest (`team_quotas`).
-4. Gradients are added up inside of hosts, then between hosts over the links of the level that connects them.
+Hosts are divided into parts, each part has plans of `search`, and of all combinations of them the fastest is taken:
+whole microbatches are divided so that the teams add up to the batch and the last is done soonest (`makespan`), and
+gradients are added up inside of hosts, then between hosts over the links of the level that connects them.
 
-Not exact, unlike `search`: it compares the partitions above. A caller takes the best of both.
+The parts of `search_unequal_plan`: hosts with all devices at full speed stay together, but for a few; the others, by
+kind, are cut into slices of their devices: 7 into 7, 4 + 3, 3 + 2 + 2, ... (Chameleon, arXiv 2508.21613, partitions
+integers of devices in this way.) Those few whole hosts and the others may also form one part that spans hosts, for a
+model that fits in no host. Each part has the plans for its share of the batch; a part without a plan is left out. Not
+exact, unlike `search`: it compares these partitions. A caller takes the best of both.
+
+The parts of `search_host_axes_plan`: hosts with as many devices as each other, whose replicas are inside hosts, with
+microbatches of a given size. A host of four devices and one of three have tensor 4 and tensor 3, or one device a
+replica, where equal replicas of two leave one out.
 """
 
 import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Final
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.calibration import Calibration
+from resilient_jax.pipeline_schedule.makespan import MachineTeam, divide_work
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
+from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.plan_request import HostUse, PlanConstraints, PlanRequest, make_request
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import DEFAULT_CALIBRATION, search_plan
-from resilient_jax.planning.team_quotas import TeamRate, find_quotas
+from resilient_jax.planning.search import search_best
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import Team, UnequalPlan, explain_teams, list_machines
 from resilient_jax.topology import Host, Topology
@@ -36,6 +45,12 @@ MAX_KINDS = 2
 """Kinds of hosts that are cut in slices."""
 SHARE_STEPS = (1, 8, 16)
 """A part's share of the batch is rounded to these, and to the last for each host: FSDP and replicas can divide it."""
+
+MIN_GAIN: Final = 0.05
+"""A plan whose hosts differ in axes is taken if it is faster by this part of the step: its audits compare fewer hosts,
+and each change of axes compiles programs."""
+MAX_COMBINATIONS: Final = 4096
+"""Of the axes of each number of devices; beyond, those with the slowest replicas are left out first."""
 
 Part = tuple[Host, ...]
 """Hosts, each with the devices that one team uses."""
@@ -64,19 +79,83 @@ def search_unequal_plan(
     """
     if len(topology.hosts) > MAX_HOSTS:
         return None
-    search = _TeamSearch(program_cost, topology, global_batch, calibration, number_format)
+    request = make_request(
+        program_cost,
+        topology,
+        global_batch=global_batch,
+        calibration=calibration,
+        number_format=number_format,
+    )
+    search = _TeamSearch(request, min_replicas=min_replicas)
+    share_plans = _SharePlans(request)
     best: UnequalPlan | None = None
     for taken in range(MAX_WHOLE_HOSTS + 1):
-        for least_s, plans in search.list_combinations(_list_partitions(topology.hosts, taken), min_replicas):
-            limit_s = math.inf if best is None else best.step_time_s
-            if least_s >= limit_s:
-                break
-            found = search.combine(plans, limit_s)
-            if found is not None and found.replicas >= min_replicas and found.step_time_s < limit_s:
-                best = found
+        combinations = share_plans.list_combinations(_list_partitions(topology.hosts, taken))
+        limit_s = math.inf if best is None else best.step_time_s
+        best = search.find_fastest(combinations, limit_s) or best
         if best is not None and not best.devices_spare:
             break  # whole hosts need not leave the others
     return best
+
+
+def search_host_axes_plan(
+    request: PlanRequest, constraints: PlanConstraints, *, equal_step_s: float = math.inf
+) -> UnequalPlan | None:
+    """Return the fastest plan with a team for each number of devices that hosts have.
+
+    None where all have as many, where a team has no plan that fits, or where equal axes are as fast, less `MIN_GAIN`.
+
+    Args:
+        constraints: what `constrain_to_hosts` returns, for each team, which may leave devices out besides.
+        equal_step_s: a step of the best plan with equal axes.
+    """
+    counts = {host.devices for host in request.topology.hosts}
+    if len(counts) == 1:
+        return None
+    most = max(1, int(MAX_COMBINATIONS ** (1 / len(counts))))
+    choices = _search_parts(request, dict.fromkeys(counts, constraints), most)
+    search = _TeamSearch(request, keeps_idle=True)
+    combinations = list(itertools.product(*choices)) if choices else []
+    are_equal = [len({plan.layout.axes for plan in plans}) == 1 for plans in combinations]
+    # Those with equal axes are priced as unequal teams are, too: the two estimates of an all-reduce differ.
+    equal = search.find_fastest(itertools.compress(combinations, are_equal), equal_step_s)
+    if equal is not None:
+        equal_step_s = equal.step_time_s
+    others = [plans for plans, is_equal in zip(combinations, are_equal, strict=True) if not is_equal]
+    return search.find_fastest(others, (1 - MIN_GAIN) * equal_step_s)
+
+
+def make_host_axes_plan(
+    request: PlanRequest, constraints_by_devices: Mapping[int, PlanConstraints]
+) -> UnequalPlan | None:
+    """Return the plan with a team for each number of devices that hosts have, of given axes; None: one does not fit.
+
+    Args:
+        constraints_by_devices: the constraints of each team, by the number of devices of its hosts.
+    """
+    choices = _search_parts(request, constraints_by_devices, 1)
+    search = _TeamSearch(request, keeps_idle=True)
+    return search.combine([plans[0] for plans in choices], math.inf) if choices else None
+
+
+def _search_parts(
+    request: PlanRequest, constraints_by_devices: Mapping[int, PlanConstraints], top: int
+) -> list[tuple[Plan, ...]]:
+    """Return the best plans of the hosts with each number of devices, most devices first; [] if some have none."""
+    parts: dict[int, list[Host]] = {}
+    for host in sorted(request.topology.hosts, key=lambda host: -host.devices):
+        parts.setdefault(host.devices, []).append(host)
+    try:
+        return [
+            search_best(
+                request.on_hosts(hosts, request.global_batch),
+                constraints_by_devices[devices]._replace(host_use=HostUse.INSIDE),
+                top,
+            )
+            for devices, hosts in parts.items()
+        ]
+    except PlanError:
+        return []
 
 
 def _list_partitions(hosts: Sequence[Host], taken: int) -> Iterator[tuple[Part, ...]]:
@@ -126,33 +205,27 @@ def _partition(number: int, most_parts: int, largest: int | None = None) -> Iter
                 yield (first, *rest)
 
 
-class _TeamSearch:
-    """The plans of parts, each searched once, and their combinations."""
+class _SharePlans:
+    """The plans of parts for their shares of the batch, each searched once."""
 
-    def __init__(
-        self,
-        program_cost: ProgramCost,
-        topology: Topology,
-        global_batch: int,
-        calibration: Calibration,
-        number_format: str | None,
-    ) -> None:
-        self._program_cost = program_cost
-        self._topology = topology
-        self._batch = global_batch
-        self._calibration = calibration
-        self._number_format = number_format
-        self._reduction = TeamReduction(program_cost, topology, calibration)
-        self._speed = sum(_get_speed(host) for host in topology.hosts)
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._speed = sum(_get_speed(host) for host in request.topology.hosts)
         self._plans: dict[Part, tuple[Plan, ...]] = {}
-        self._rates: dict[int, TeamRate] = {}
 
-    def find_plans(self, part: Part) -> tuple[Plan, ...]:
+    def list_combinations(self, partitions: Iterable[Sequence[Part]]) -> Iterator[tuple[Plan, ...]]:
+        """Yield the teams of all partitions."""
+        for parts in partitions:
+            able = [plans for part in parts if (plans := self._find_plans(part))]
+            if able:
+                yield from itertools.product(*able)
+
+    def _find_plans(self, part: Part) -> tuple[Plan, ...]:
         """Return different plans of a part, for its share of the batch and numbers near it."""
         if part not in self._plans:
-            fluid = self._batch * sum(map(_get_speed, part)) / self._speed
+            fluid = self._request.global_batch * sum(map(_get_speed, part)) / self._speed
             steps = (*SHARE_STEPS, SHARE_STEPS[-1] * len(part))
-            shares = {min(self._batch, max(1, round(fluid / step)) * step) for step in steps}
+            shares = {min(self._request.global_batch, max(1, round(fluid / step)) * step) for step in steps}
             found = {}
             for share in sorted(shares):
                 plan = self._search(part, share)
@@ -163,58 +236,77 @@ class _TeamSearch:
 
     def _search(self, part: Part, share: int) -> Plan | None:
         try:
-            return search_plan(
-                self._program_cost,
-                dataclasses.replace(self._topology, hosts=part),
-                global_batch=share,
-                calibration=self._calibration,
-                number_format=self._number_format,
-            )
+            return search_best(self._request.on_hosts(part, share))[0]
         except CallerError:  # nothing fits, the share is too small for the part, or its devices divide no dim
             return None
-
-    def _get_rate(self, plan: Plan) -> TeamRate:
-        if id(plan) not in self._rates:
-            self._rates[id(plan)] = TeamRate(plan.microbatch_sequences, list_machines(plan))
-        return self._rates[id(plan)]
-
-    def list_combinations(
-        self, partitions: Iterable[Sequence[Part]], min_replicas: int
-    ) -> list[tuple[float, tuple[Plan, ...]]]:
-        """Return the teams of all partitions, and seconds that no step of theirs is shorter than, ascending."""
-        found = []
-        for parts in partitions:
-            able = [plans for part in parts if (plans := self.find_plans(part))]
-            for plans in itertools.product(*able) if able else ():
-                if sum(plan.replicas for plan in plans) >= min_replicas:
-                    found.append((self._bound_s(plans), plans))
-        return sorted(found, key=lambda one: one[0])
-
-    def _bound_s(self, plans: Sequence[Plan]) -> float:
-        """Return what a step takes at least: as if sequences could be divided, and without the all-reduce."""
-        sequences_per_s = sum(self._get_rate(plan).sequences_per_s for plan in plans)
-        return self._batch / sequences_per_s + max(plan.step_breakdown.optimizer_s for plan in plans)
-
-    def combine(self, plans: Sequence[Plan], limit_s: float) -> UnequalPlan | None:
-        """Return the plan of these teams; None if their microbatches cannot add up, or not below the limit."""
-        # step = max_i makespan_i(n_i) + all-reduce + update, in s.
-        after_s = self._reduction.estimate_s(plans) + max(plan.step_breakdown.optimizer_s for plan in plans)
-        quotas = find_quotas(self._batch, [self._get_rate(plan) for plan in plans], limit_s - after_s)
-        if quotas is None:
-            return None
-        teams = tuple(
-            Team(plan=plan, microbatches=number) for plan, number in zip(plans, quotas, strict=True) if number
-        )
-        used = [team.plan for team in teams]
-        return UnequalPlan(
-            teams=teams,
-            global_batch=self._batch,
-            device_count=self._topology.device_count,
-            gradient_all_reduce_s=self._reduction.estimate_s(used),
-            optimizer_s=max(plan.step_breakdown.optimizer_s for plan in used),
-            reason=explain_teams(teams),
-        )
 
 
 def _get_speed(host: Host) -> float:
     return host.devices * host.speed
+
+
+class _TeamSearch:
+    """Combines the plans of teams to plans of all devices.
+
+    Args:
+        min_replicas: least number of replicas of the state, over all teams.
+        keeps_idle: whether a team without microbatches is a part of the plan, as its hosts hold the state.
+    """
+
+    def __init__(self, request: PlanRequest, *, min_replicas: int = 1, keeps_idle: bool = False) -> None:
+        self._request = request
+        self._min_replicas = min_replicas
+        self._keeps_idle = keeps_idle
+        self._reduction = TeamReduction(request.program_cost, request.topology, request.calibration)
+        self._machines: dict[tuple[object, ...], MachineTeam] = {}
+
+    def find_fastest(self, combinations: Iterable[tuple[Plan, ...]], limit_s: float) -> UnequalPlan | None:
+        """Return the fastest plan of any of these teams; None if there is none whose step is shorter than the limit."""
+        bounds = [(self._bound_s(plans), plans) for plans in combinations]
+        best: UnequalPlan | None = None
+        for least_s, plans in sorted(bounds, key=itemgetter(0)):
+            if least_s >= limit_s:
+                break
+            found = self.combine(plans, limit_s)
+            if found is not None and found.step_time_s < limit_s:
+                best, limit_s = found, found.step_time_s
+        return best
+
+    def _bound_s(self, plans: Sequence[Plan]) -> float:
+        """Return what a step takes at least: as if sequences could be divided, and without the all-reduce."""
+        speed = sum(self._get_machines(plan).speed for plan in plans)
+        return self._request.global_batch / speed + max(plan.step_breakdown.optimizer_s for plan in plans)
+
+    def _get_machines(self, plan: Plan) -> MachineTeam:
+        key = (plan.layout.axes, plan.microbatch, plan.replica_classes)
+        if key not in self._machines:
+            machines = tuple(list_machines(plan))
+            self._machines[key] = MachineTeam(task_size=plan.microbatch_sequences, machines=machines)
+        return self._machines[key]
+
+    def combine(self, plans: Sequence[Plan], limit_s: float) -> UnequalPlan | None:
+        """Return the plan of these teams; None if microbatches cannot add up, not by the limit, or replicas are few."""
+        # step = max_i makespan_i(n_i) + all-reduce + update, in s.
+        after_s = self._reduction.estimate_s(plans) + max(plan.step_breakdown.optimizer_s for plan in plans)
+        counts = divide_work(
+            self._request.global_batch, [self._get_machines(plan) for plan in plans], limit_s - after_s
+        )
+        if counts is None:
+            return None
+        # Why a plan was the best of its part says nothing about the teams together.
+        teams = tuple(
+            Team(plan=dataclasses.replace(plan, reasons=()), microbatches=number)
+            for plan, number in zip(plans, counts, strict=True)
+            if number or self._keeps_idle
+        )
+        used = [team.plan for team in teams]
+        if sum(plan.replicas for plan in used) < self._min_replicas:
+            return None
+        return UnequalPlan(
+            teams=teams,
+            global_batch=self._request.global_batch,
+            device_count=self._request.topology.device_count,
+            gradient_all_reduce_s=self._reduction.estimate_s(used),
+            optimizer_s=max(plan.step_breakdown.optimizer_s for plan in used),
+            reason=explain_teams(teams),
+        )

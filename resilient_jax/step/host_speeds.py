@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from resilient_jax.pipeline_schedule.makespan import share_tasks
+from resilient_jax.pipeline_schedule.makespan import estimate_finish_s, share_tasks
 from resilient_jax.step.assignment import (
     AccumulationSpec,
     ReplicaLocation,
@@ -123,17 +123,9 @@ def choose_speeds(
     if not is_known.any():
         return present
     measured = 1 / np.where(is_known, seconds, np.median(seconds[is_known]))
+    speeds = replica_speeds(locations, measured)
     present_s, best_s = (
-        _compute_finish_s(speeds, measured, locations, num_microbatches) for speeds in (present, measured)
+        estimate_finish_s(num_microbatches, replica_speeds(locations, shared_by), speeds)
+        for shared_by in (present, measured)
     )
     return measured if present_s > MIN_GAIN * best_s else present
-
-
-def _compute_finish_s(
-    speeds: np.ndarray, measured: np.ndarray, locations: Sequence[ReplicaLocation], num_microbatches: int
-) -> float:
-    """Return when the last replica is done if microbatches are assigned by `speeds` and computed as `measured`."""
-    shares = share_tasks(num_microbatches, replica_speeds(locations, speeds))
-    return max(
-        share / speed for share, speed in zip(shares, replica_speeds(locations, measured), strict=True)
-    )

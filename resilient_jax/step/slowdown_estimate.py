@@ -15,7 +15,7 @@ import msgspec
 
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.pipeline_schedule.makespan import share_tasks
+from resilient_jax.pipeline_schedule.makespan import estimate_finish_s
 from resilient_jax.policy.devices_after_loss import (
     DevicesAfterLoss,
     choose_devices_to_leave_out,
@@ -73,14 +73,11 @@ def estimate_slowdown(
             else usual_s / shares.get(host, 1.0)
             for host in present
         ]
+        speeds = [1 / one for one in seconds]
         # Not by speed they are shared by the number of devices.
-        speeds = [
-            1 / one if is_balanced else shares.get(host, 1.0)
-            for host, one in zip(present, seconds, strict=True)
-        ]
-        return _compute_finish_s(num_microbatches, seconds, speeds) + _scale_reduction_s(
-            reduction_s, slow, still_slow
-        )
+        shared_by = speeds if is_balanced else [shares.get(host, 1.0) for host in present]
+        finish_s = estimate_finish_s(num_microbatches, shared_by, speeds)
+        return finish_s + _scale_reduction_s(reduction_s, slow, still_slow)
 
     full_s, kept_s = predict_s(hosts, {}), predict_s(hosts, slow)
     replaced_s = {host: predict_s(hosts, _leave_out(slow, host)) for host in candidates}
@@ -139,12 +136,6 @@ def _compute_reduction_s(timings: Sequence[Sequence[StepTiming]]) -> float:
         if (found := [timing.wait_s for timing in step if timing.wait_s > 0])
     ]
     return statistics.median(waits) if waits else 0.0
-
-
-def _compute_finish_s(num_microbatches: int, seconds: Sequence[float], speeds: Sequence[float]) -> float:
-    """Return when the last host is done, from the seconds of a microbatch on each, and by what they are shared."""
-    shares = share_tasks(num_microbatches, speeds)
-    return max(share * one for share, one in zip(shares, seconds, strict=True))
 
 
 def _scale_reduction_s(

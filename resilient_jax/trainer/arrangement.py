@@ -17,16 +17,22 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_axes_search import make_host_axes_plan, search_host_axes_plan
-from resilient_jax.planning.host_local_search import search_host_local_plan
-from resilient_jax.planning.microbatch_request import MicrobatchRequest
 from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.plan_request import (
+    STAGE_PLAN_AXES,
+    PlanConstraints,
+    PlanRequest,
+    constrain_to_hosts,
+    constrain_to_stages,
+    make_request,
+)
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.stage_search import STAGE_PLAN_AXES, search_stage_plan
+from resilient_jax.planning.search import search_best
 from resilient_jax.planning.unequal_plan import UnequalPlan
+from resilient_jax.planning.unequal_search import make_host_axes_plan, search_host_axes_plan
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes, PlanConstants
 from resilient_jax.sharding.logical_axes import Tree
@@ -250,7 +256,9 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key, cache = tuple(counts.items()), self._cache
         if key not in cache.plans:
-            cache.plans[key] = self._search(self._restrict_topology(counts), cache.calibration)
+            cache.plans[key] = self._search(
+                self._make_request(self._restrict_topology(counts), cache.calibration)
+            )
         return cache.plans[key]
 
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
@@ -264,7 +272,8 @@ class PlanSearcher:
         key, cache = (*counts.items(), axes), self._cache
         if key not in cache.plans_with_axes:
             request = self._make_request(self._restrict_topology(counts), cache.calibration)
-            cache.plans_with_axes[key] = _make_plan_with_axes(request, axes)
+            by_devices = {number: _constrain(self._config, dict(sizes)) for number, sizes in axes}
+            cache.plans_with_axes[key] = _try_axes(request, by_devices)
         return cache.plans_with_axes[key]
 
     def list_incomplete(self) -> tuple[HostName, ...]:
@@ -290,29 +299,21 @@ class PlanSearcher:
     def _count_devices(self, hosts: tuple[HostName, ...]) -> dict[HostName, int]:
         return {host: self._found.get(host, self._topology.host(host).devices) for host in hosts}
 
-    def _make_request(self, topology: Topology, calibration: Calibration) -> MicrobatchRequest:
-        evaluation = self._config.evaluation
-        return MicrobatchRequest(
-            program_cost=self.program_cost,
-            topology=topology,
-            microbatch_size=self._config.microbatch_size,
-            num_microbatches=self._config.recipe.num_microbatches,
-            calibration=calibration,
-            axes=self._planner.axis_sizes,
-            evaluation_size=evaluation.microbatch_size if evaluation is not None else None,
-        )
+    def _make_request(self, topology: Topology, calibration: Calibration) -> PlanRequest:
+        batch = self._config.global_batch
+        return make_request(self.program_cost, topology, global_batch=batch, calibration=calibration)
 
-    def _search(self, topology: Topology, calibration: Calibration) -> AnyPlan:
-        request = self._make_request(topology, calibration)
-        is_equal = len({host.devices for host in topology.hosts}) == 1
+    def _search(self, request: PlanRequest) -> AnyPlan:
+        constraints = _constrain(self._config, self._planner.axis_sizes)
+        is_equal = len({host.devices for host in request.topology.hosts}) == 1
         try:
-            equal = search_host_local_plan(request)
+            equal = search_best(request, constraints)[0]
         except PlanError as error:
             if is_equal:
                 raise
             if self.why_equal:
                 raise PlanError(f"{error}. All hosts have the same axes: {self.why_equal}") from error
-            if (unequal := search_host_axes_plan(request)) is None:
+            if (unequal := search_host_axes_plan(request, constraints)) is None:
                 raise
             return unequal
         if is_equal:
@@ -320,7 +321,7 @@ class PlanSearcher:
         if self.why_equal:
             reason = f"All hosts have the same axes: {self.why_equal}."
             return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
-        return search_host_axes_plan(request, equal_step_s=equal.step_time_s) or equal
+        return search_host_axes_plan(request, constraints, equal_step_s=equal.step_time_s) or equal
 
     def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
         """Return the topology of these hosts with these numbers of devices."""
@@ -339,7 +340,11 @@ class PlanSearcher:
         Raises:
             PlanError: no plan fits.
         """
-        return search_stage_plan(self._make_request(self._topology, self._cache.calibration), num_stages)
+        config, axes = self._config, self._planner.axis_sizes
+        constraints = constrain_to_stages(
+            self._topology, num_stages, axes, config.microbatch_size, config.num_shared_examples
+        )
+        return search_best(self._make_request(self._topology, self._cache.calibration), constraints)[0]
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:
@@ -428,6 +433,10 @@ class PlanSearcher:
         return self._specs[key]
 
 
+def _constrain(config: FitConfig, axes: AxisSizes) -> PlanConstraints:
+    return constrain_to_hosts(axes, config.microbatch_size, config.num_shared_examples)
+
+
 def _list_axes_by_devices(plan: AnyPlan) -> dict[int, dict[Axis, int]]:
     """Return the axes of a replica by the number of devices of its host."""
     plans = [team.plan for team in plan.teams] if isinstance(plan, UnequalPlan) else [plan]
@@ -451,8 +460,8 @@ def list_plan_axes(plan: AnyPlan) -> PlanAxes:
     return tuple((number, _name_axes(sizes)) for number, sizes in sorted(by_devices.items()))
 
 
-def _make_plan_with_axes(request: MicrobatchRequest, axes: PlanAxes) -> AnyPlan | None:
-    by_devices = {number: dict(sizes) for number, sizes in axes}
+def _try_axes(request: PlanRequest, by_devices: Mapping[int, PlanConstraints]) -> AnyPlan | None:
+    """Return the plan whose replicas have given axes, by the number of devices of their hosts; None: none fits."""
     counts = {host.devices for host in request.topology.hosts}
     is_any = ANY_NUMBER in by_devices
     if not is_any and not counts <= by_devices.keys():
@@ -460,8 +469,7 @@ def _make_plan_with_axes(request: MicrobatchRequest, axes: PlanAxes) -> AnyPlan 
     if not is_any and len(counts) > 1:
         return make_host_axes_plan(request, by_devices)
     try:
-        equal = by_devices[ANY_NUMBER if is_any else min(counts)]
-        return search_host_local_plan(dataclasses.replace(request, axes=equal))
+        return search_best(request, by_devices[ANY_NUMBER if is_any else min(counts)])[0]
     except PlanError:
         return None
 

@@ -128,6 +128,11 @@ class FitConfig:
     log_directory: str | Path | None
 
     @property
+    def global_batch(self) -> int:
+        """The examples of a step."""
+        return self.microbatch_size * self.recipe.num_microbatches
+
+    @property
     def num_shared_examples(self) -> int:
         """The number that shares of examples have to divide: those of training and of an evaluation."""
         evaluated = self.evaluation.microbatch_size if self.evaluation is not None else None

@@ -6,9 +6,8 @@ from typing import Final
 
 from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.planning.axes import AxisSizes
-from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import DEFAULT_CALIBRATION
 from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.topology import Topology
 

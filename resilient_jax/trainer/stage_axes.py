@@ -16,8 +16,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.health.finding import Finding
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.candidate_table import find_divisors
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
+from resilient_jax.planning.search_space import find_divisors
 from resilient_jax.planning.tensor_partition import partition_tensor
 from resilient_jax.policy.devices_after_loss import (
     DeviceChoice,

@@ -194,7 +194,7 @@ def _take_back(
     until_s: float = math.inf,
 ) -> None:
     """Train on with `hosts`, at a speed, until a moment; hosts that come back join with a pause each."""
-    for return_s, share in returns:
+    for return_s, share, _ in returns:
         course.spend(return_s - course.now_s, speed)
         course.spend(join_s)
         hosts += share

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,8 @@ def make_searcher(topology, *, evaluation_size=None, why_mesh_bound="", **option
         planner=rj.Planner(topology=topology, program_cost=PROFILE, **options),
         microbatch_size=12,
         recipe=SimpleNamespace(num_microbatches=24),
-        evaluation=SimpleNamespace(microbatch_size=evaluation_size),
+        global_batch=12 * 24,
+        num_shared_examples=math.gcd(12, evaluation_size or 12),
     )
     searcher = PlanSearcher(config)
     searcher.forbid_axes_by_host(why_mesh_bound)

@@ -1,6 +1,7 @@
 """Equal tasks on unequal machines: the makespan against a greedy oracle and published vectors."""
 
 import heapq
+import itertools
 
 import msgspec
 import pytest
@@ -8,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks, share_tasks
+from resilient_jax.pipeline_schedule.makespan import (
+    MachineClass,
+    MachineTeam,
+    assign_tasks,
+    divide_work,
+    share_tasks,
+)
+from tests.support.properties import examples
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 classes = st.lists(
@@ -97,3 +105,43 @@ def test_no_other_way_finishes_sooner(count: int, speeds: list[float]) -> None:
 def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
     with pytest.raises(CallerError, match="expected a positive number"):
         share_tasks(3, speeds)
+
+
+team_machines = st.builds(
+    MachineClass,
+    count=st.integers(1, 3),
+    start_s=st.sampled_from([0.0, 0.5, 2.0]),
+    task_s=st.sampled_from([0.5, 1.0, 1.75]),
+)
+machine_teams = st.lists(
+    st.builds(
+        MachineTeam,
+        task_size=st.integers(1, 4),
+        machines=st.lists(team_machines, min_size=1, max_size=2).map(tuple),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def team_makespan_s(team, number):
+    return assign_tasks(number, team.machines).makespan_s
+
+
+@examples(few=5)
+@given(st.integers(1, 14), machine_teams)
+def test_the_tasks_of_teams_are_the_best_numbers_that_add_up(work, teams):
+    choices = itertools.product(*(range(work // team.task_size + 1) for team in teams))
+    able = [
+        max(team_makespan_s(team, number) for team, number in zip(teams, numbers, strict=True))
+        for numbers in choices
+        if sum(n * team.task_size for n, team in zip(numbers, teams, strict=True)) == work
+    ]
+    found = divide_work(work, teams)
+    if not able:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(n * team.task_size for n, team in zip(found, teams, strict=True)) == work
+    longest = max(team_makespan_s(team, number) for team, number in zip(teams, found, strict=True))
+    assert longest == pytest.approx(min(able), rel=1e-6)

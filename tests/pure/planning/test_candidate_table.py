@@ -13,14 +13,15 @@ from resilient_jax.planning.candidates import find_useful_levels, visit_candidat
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.host_pool import build_host_pool
 from resilient_jax.planning.plan_request import NO_CONSTRAINTS, PlanRequest
+from resilient_jax.planning.search_space import SearchSpace
 from tests.support.plan_topologies import cluster, clusters, small_profile
 from tests.support.properties import examples
 
 PROFILE = small_profile()
 
 
-def make_cost_model(topology, global_batch=6):
-    """Return the cost model of a request, and its table."""
+def make_space(topology, global_batch=6):
+    """Return the candidates of a request, and their table."""
     request = PlanRequest(
         program_cost=PROFILE,
         topology=topology,
@@ -30,10 +31,11 @@ def make_cost_model(topology, global_batch=6):
         number_format="bf16",
     )
     cost_model = CostModel(request)
-    return cost_model, tabulate_candidates(cost_model, NO_CONSTRAINTS, find_useful_levels(cost_model, 2))
+    space = SearchSpace(cost_model, NO_CONSTRAINTS)
+    return space, tabulate_candidates(space, find_useful_levels(cost_model, 2))
 
 
-def price_all(cost_model):
+def price_all(space):
     """Return the least step time of each row that has a plan."""
     found: dict[tuple[Any, Any], float] = {}
 
@@ -41,22 +43,22 @@ def price_all(cost_model):
         key = (candidate.layout.axes, candidate.microbatch)
         found[key] = min(candidate.step_s, found.get(key, math.inf))
 
-    visit_candidates(cost_model, NO_CONSTRAINTS, lambda _: math.inf, keep)
+    visit_candidates(space, lambda _: math.inf, keep)
     return found
 
 
 @examples(few=5)
 @given(clusters(most_hosts=3), st.sampled_from([1, 6]))
 def test_no_plan_is_faster_than_its_row_says(topology, global_batch):
-    cost_model, table = make_cost_model(topology, global_batch)
+    space, table = make_space(topology, global_batch)
     least = {(axes, microbatch): least_s for least_s, axes, microbatch in table.ascending()}
-    priced = price_all(cost_model)
+    priced = price_all(space)
     assert priced.keys() <= least.keys()
     assert all(least[axes, microbatch] <= step_s for (axes, microbatch), step_s in priced.items())
 
 
 def test_rows_come_in_the_order_of_their_bounds_each_once():
-    _, table = make_cost_model(cluster([1.0] * 4, devices=4), 96)
+    _, table = make_space(cluster([1.0] * 4, devices=4), 96)
     rows = list(table.ascending())
     assert len(rows) == len(table.least_s) > 4 * 64
     assert [row.least_s for row in rows] == sorted(row.least_s for row in rows)
@@ -64,6 +66,6 @@ def test_rows_come_in_the_order_of_their_bounds_each_once():
 
 
 def test_on_equal_hosts_a_row_without_replicas_costs_what_it_says_but_for_the_ends():
-    cost_model, table = make_cost_model(cluster([1.0], devices=1), 1)
+    space, table = make_space(cluster([1.0], devices=1), 1)
     for least_s, axes, microbatch in table.ascending():
-        assert price_all(cost_model)[axes, microbatch] == pytest.approx(least_s, rel=0.05)
+        assert price_all(space)[axes, microbatch] == pytest.approx(least_s, rel=0.05)

@@ -8,35 +8,46 @@ import pytest
 
 from resilient_jax.pipeline_schedule.makespan import assign_tasks
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import DEFAULT_CALIBRATION
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_axes_search import MIN_GAIN, search_host_axes_plan
-from resilient_jax.planning.host_local_search import list_host_local_plans, search_host_local_plan
-from resilient_jax.planning.microbatch_request import MicrobatchRequest
-from resilient_jax.planning.search import DEFAULT_CALIBRATION
+from resilient_jax.planning.plan_request import NO_FIXED_AXES, HostUse, constrain_to_hosts, make_request
+from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import list_machines
+from resilient_jax.planning.unequal_search import MIN_GAIN, search_host_axes_plan
 from tests.support.plan_topologies import AMPLE_BYTES, cluster, small_profile, tight_bytes
 
 PROFILE = small_profile()
 ROWS = 12
+ALL = 100
+"""More plans than there are axes inside a host."""
 
 
 def hosts_with(devices, memory_bytes=AMPLE_BYTES):
     return cluster([1.0] * len(devices), devices=devices, memory_bytes=memory_bytes, inner=1e10, network=1e9)
 
 
-def ask(topology, microbatches=24, rows=ROWS, **given):
-    return MicrobatchRequest(
-        program_cost=PROFILE,
-        topology=topology,
-        microbatch_size=rows,
-        num_microbatches=microbatches,
-        **given,
+def search_equal(topology, microbatches=24, rows=ROWS):
+    return list_plans(topology, microbatches, rows, host_use=HostUse.FILLED)[0]
+
+
+def list_plans(topology, microbatches, rows=ROWS, shared_examples=None, host_use=HostUse.INSIDE):
+    """Return the plans whose replicas are inside hosts, the fastest first."""
+    return search_plans(
+        PROFILE,
+        topology,
+        global_batch=microbatches * rows,
+        constraints=constrain_to_hosts(NO_FIXED_AXES, rows, shared_examples)._replace(host_use=host_use),
+        top=ALL,
     )
 
 
-def search(topology, microbatches, equal_step_s=math.inf, **given):
-    return search_host_axes_plan(ask(topology, microbatches, **given), equal_step_s=equal_step_s)
+def search(
+    topology, microbatches, *, equal_step_s=math.inf, axes=NO_FIXED_AXES, rows=ROWS, shared_examples=None
+):
+    request = make_request(PROFILE, topology, global_batch=microbatches * rows)
+    constraints = constrain_to_hosts(axes, rows, shared_examples)
+    return search_host_axes_plan(request, constraints, equal_step_s=equal_step_s)
 
 
 def list_all_steps(topology, microbatches):
@@ -46,7 +57,7 @@ def list_all_steps(topology, microbatches):
     for number in numbers:
         others = [host.name for host in topology.hosts if host.devices != number]
         part = topology.without(*others) if others else topology
-        choices.append(list_host_local_plans(ask(part, microbatches), allows_spare=True)[0])
+        choices.append(list_plans(part, microbatches))
     reduction = TeamReduction(PROFILE, topology, DEFAULT_CALIBRATION)
     for plans in itertools.product(*choices):
         machines = [one for plan in plans for one in list_machines(plan)]
@@ -83,7 +94,7 @@ def test_four_and_three_devices_take_axes_of_their_own_where_that_is_faster():
     assert found is not None
     assert [team.plan.layout.axes.devices for team in found.teams] == [2, 3]
     assert found.devices_spare == 0
-    equal = search_host_local_plan(ask(topology))
+    equal = search_equal(topology)
     assert found.step_time_s < (1 - MIN_GAIN) * equal.step_time_s
     assert search(topology, 24, equal_step_s=found.step_time_s) is None, "not for nothing"
     assert "fsdp 3 on 3 devices" in found.reason
@@ -101,7 +112,7 @@ def test_a_model_that_fits_on_no_equal_replicas_is_planned_on_unequal_ones():
     for part in (0.5, 0.6, 0.7, 0.8, 0.9):
         topology = hosts_with([4, 3], tight_bytes(PROFILE, part))
         try:
-            search_host_local_plan(ask(topology))
+            search_equal(topology)
         except PlanError:
             if (found := search(topology, 24)) is not None:
                 assert len({team.plan.layout.axes for team in found.teams}) == 2
@@ -117,7 +128,7 @@ def test_a_team_may_leave_a_device_out_where_the_model_is_too_large_for_one():
         if plan is not None:
             found.append(plan)
             with contextlib.suppress(PlanError):
-                equal = search_host_local_plan(ask(topology, microbatches, rows))
+                equal = search_equal(topology, microbatches, rows)
                 assert plan.step_time_s < equal.step_time_s
     widths = {tuple(team.plan.layout.axes.devices for team in plan.teams) for plan in found}
     assert (4, 6) in widths, widths
@@ -126,8 +137,8 @@ def test_a_team_may_leave_a_device_out_where_the_model_is_too_large_for_one():
 def test_fsdp_divides_the_microbatches_of_an_evaluation_too():
     topology = hosts_with([4, 3])
     assert "fsdp 3" in str(search(topology, 24))
-    found = search(topology, 24, evaluation_size=8)
+    found = search(topology, 24, shared_examples=4)
     teams = [] if found is None else [team.plan for team in found.teams]
     assert all(8 % plan.axis_sizes[Axis.FSDP] == 0 for plan in teams)
-    plans, _ = list_host_local_plans(ask(hosts_with([3]), evaluation_size=8), allows_spare=True)
+    plans = list_plans(hosts_with([3]), 24, shared_examples=4)
     assert {plan.axis_sizes[Axis.FSDP] for plan in plans} == {1, 2}

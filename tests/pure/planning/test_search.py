@@ -445,3 +445,10 @@ def test_a_block_of_replicas_is_as_fast_as_its_slowest():
         0.3,
         1.0,
     ]
+
+
+@pytest.mark.parametrize("axes", [{"pipeline": 2, "fsdp": 1}, {"pipeline": 3, "tensor": 2}])
+def test_given_stages_that_do_not_fit_are_no_plan_on_any_number_of_hosts(axes):
+    topology = cluster([1.0] * 6, devices=1, memory_bytes=tight_bytes(DEEP, 0.01))
+    with pytest.raises(NoFeasiblePlan):
+        search_plan(DEEP, topology, global_batch=8, axes=axes)

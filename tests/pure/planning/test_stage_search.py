@@ -2,23 +2,19 @@
 
 import pytest
 
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
-from resilient_jax.planning.microbatch_request import MicrobatchRequest
-from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints, constrain_to_stages
 from resilient_jax.planning.search import search_plans
-from resilient_jax.planning.stage_search import search_stage_plan
 from tests.support.plan_topologies import cluster, small_profile, tight_bytes
 
 FOUR_HOSTS = cluster([1.0] * 4, devices=4)
 
 
-def search(cost, topology, **given):
-    request = MicrobatchRequest(
-        program_cost=cost, topology=topology, microbatch_size=4, num_microbatches=8, **given
-    )
-    return search_stage_plan(request, 2)
+def search(cost, topology, *, axes: AxisSizes = NO_FIXED_AXES, shared_examples=None):
+    constraints = constrain_to_stages(topology, 2, axes, 4, shared_examples)
+    return search_plans(cost, topology, global_batch=32, constraints=constraints)[0]
 
 
 def test_a_stage_is_all_devices_of_a_host_and_no_other_choice_of_its_axes_is_faster():
@@ -49,7 +45,7 @@ def test_what_no_stage_can_have_is_refused():
         search(cost, FOUR_HOSTS, axes={"pipeline": 2})
     with pytest.raises(PlanError, match=r"hosts with \[1, 2\] devices, expected as many"):
         search(cost, cluster([1.0, 1.0], devices=[1, 2]))
-    with pytest.raises(PlanError, match=r"found no axes for 4 devices with \{'tensor': 3\}"):
+    with pytest.raises(PlanError, match=r"axis tensor: found 3, expected a size that small allows"):
         search(cost, FOUR_HOSTS, axes={"tensor": 3})
     small = cluster([1.0] * 4, devices=4, memory_bytes=tight_bytes(cost, 0.05))
     with pytest.raises(NoFeasiblePlan):
@@ -59,4 +55,4 @@ def test_what_no_stage_can_have_is_refused():
 def test_fsdp_divides_the_microbatches_of_an_evaluation_too():
     assert search(small_profile(), FOUR_HOSTS, axes={"tensor": 1}).axis_sizes[Axis.FSDP] == 4
     with pytest.raises(PlanError, match="an fsdp that divides 2"):
-        search(small_profile(), FOUR_HOSTS, axes={"tensor": 1, "expert": 1}, evaluation_size=6)
+        search(small_profile(), FOUR_HOSTS, axes={"tensor": 1, "expert": 1}, shared_examples=2)
