@@ -85,9 +85,8 @@ class StandbyWorker:
         self._clock = context.clock
         self._fork_server = context.fork_server
         self._on_change = on_change
-        configured = context.settings.config.standby
         # Where a standby with a seat fails, this one is less, and better than none.
-        self._mode = "imports" if configured == "seat" else configured
+        self._is_possible = context.settings.config.standby != "off"
         self._schedule = StandbySchedule()
         self._imports: ImportsReported | None = None
         self._standby: _Standby | None = None
@@ -96,18 +95,18 @@ class StandbyWorker:
 
     def remember_imports(self, imports: ImportsReported) -> None:
         """Have the next standby import what the worker has imported."""
-        self._imports = imports if self._mode == "imports" else None
+        self._imports = imports
 
     def commit(self, generation: GenerationNumber) -> None:
         """Start a standby if one is due at this commit of the worker."""
         now_s = self._clock.monotonic_s()
         self._schedule = self._schedule.commit(generation, now_s)
-        if self._mode == "off" or self._standby is not None or not self._schedule.is_due(now_s):
+        if not self._is_possible or self._standby is not None or not self._schedule.is_due(now_s):
             return
-        if self._mode == "imports" and (self._imports is None or self._is_fork_as_fast()):
+        if self._imports is None or self._is_fork_as_fast(self._imports):
             return
         try:
-            self._start(self._imports if self._mode == "imports" else None)
+            self._start(self._imports)
         except OSError as error:  # no descriptor, process or memory left: perhaps later
             self._record_failure(0, f"could not be started: {error}", is_killed=True)
 
@@ -142,26 +141,25 @@ class StandbyWorker:
 
     async def close(self) -> None:
         """End the standby."""
-        self._mode = "off"
+        self._is_possible = False
         if (standby := self._standby) is not None:
             self._forget()
             self._end(standby)
         await asyncio.gather(*self._ending)
 
-    def _is_fork_as_fast(self) -> bool:
+    def _is_fork_as_fast(self, imports: ImportsReported) -> bool:
         """Return whether a worker is forked with most of what it imports, so that no standby would be faster."""
-        server, imports = self._fork_server, self._imports
-        if server is None or imports is None or not server.is_open or server.refusal:
+        server = self._fork_server
+        if server is None or not server.is_open or server.refusal:
             return False
         return len(imports.modules) - server.num_modules <= MAX_MISSING_MODULES
 
-    def _start(self, imports: ImportsReported | None) -> None:
+    def _start(self, imports: ImportsReported) -> None:
         # With the worker's environment at its imports, since libraries read settings there when they are imported; the
         # script gets that of a worker's start.
-        environment = given_environment = self._devices.settings.environment
-        if imports is not None:
-            theirs = {os.fsdecode(name): os.fsdecode(value) for name, value in imports.environment.items()}
-            environment = _select(environment, of_process=True) | _select(theirs, of_process=False)
+        given_environment = self._devices.settings.environment
+        theirs = {os.fsdecode(name): os.fsdecode(value) for name, value in imports.environment.items()}
+        environment = _select(given_environment, of_process=True) | _select(theirs, of_process=False)
         ours, given = socket.socketpair()
         with contextlib.ExitStack() as unless_started, given:
             unless_started.enter_context(ours)
@@ -189,7 +187,7 @@ class StandbyWorker:
         standby.connection.send(order)
         standby.attending = asyncio.create_task(self._attend(standby))
         self._standby = standby
-        self._log.record(EventKind.STANDBY_STARTED, pid=child.pid, mode=self._mode)
+        self._log.record(EventKind.STANDBY_STARTED, pid=child.pid, mode="imports")
         self._set_status(StandbyStatus(state=StandbyState.STARTING, pid=child.pid))
 
     async def _order_promotion(

@@ -18,12 +18,12 @@ class PrepareStandby(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         command: path of the script, and its arguments.
-        imports: modules to import; None: run the script up to `rj.run`.
+        imports: modules to import.
         program: id as in `WorkerSettings`.
     """
 
     command: tuple[str, ...]
-    imports: ImportsReported | None
+    imports: ImportsReported
     program: str = ""
 
 

@@ -1,7 +1,4 @@
-"""How a standby becomes the worker: it waits for the order of its agent, then has what a worker is started with.
-
-In the mode `imports` this happens before the script runs; in the mode `gate` inside of `rj.run`.
-"""
+"""How a standby becomes the worker: it waits for the order of its agent, then has what a worker is started with."""
 
 import os
 import time
@@ -35,34 +32,13 @@ UNFIT_EXIT_CODE = 1
 
 _started_ns = time.time_ns()
 """About when this process began to import; what is written later is not what it has imported."""
-_connection_at_gate: StandbyConnection | None = None
 
 
-def hold_at_gate(connection: StandbyConnection) -> None:
-    """Make `wait_for_promotion` wait for the order on this connection."""
-    global _connection_at_gate
-    _connection_at_gate = connection
-    # As in a worker: the script's code asks whether an agent has started it.
-    os.environ[AGENT_CONNECTION_VARIABLE] = ""
-
-
-def wait_for_promotion() -> None:
-    """Return at once in a worker; in a standby that runs the script already, when it is the worker."""
-    global _connection_at_gate
-    connection, _connection_at_gate = _connection_at_gate, None
-    if connection is not None:
-        become_worker(connection, replaces_environment=False)
-
-
-def become_worker(
-    connection: StandbyConnection, *, num_failed_imports: int = 0, replaces_environment: bool
-) -> None:
+def become_worker(connection: StandbyConnection, num_failed_imports: int) -> None:
     """Report that this standby is ready, and return when it is the worker.
 
     Args:
         connection: connection to the agent; closed by this function.
-        replaces_environment: whether the process gets the environment that a worker is started with, or keeps what the
-            script has made of it.
     """
     connection.send(StandbyReady(failed_imports=num_failed_imports))
     try:
@@ -77,9 +53,8 @@ def become_worker(
         refuse_promotion(connection, str(error))
     order = received.message
     assert isinstance(order, PromoteStandby), "sent once, after the first order"
-    if replaces_environment:
-        os.environb.clear()
-        os.environb.update(order.environment)
+    os.environb.clear()
+    os.environb.update(order.environment)
     set_worker_variables(descriptors, order.settings)
     connection.send(StandbyPromoted())
     connection.close()

@@ -19,7 +19,6 @@ from resilient_jax.worker.promotion import (
     UNFIT_EXIT_CODE,
     StandbyConnection,
     become_worker,
-    hold_at_gate,
     refuse_promotion,
 )
 from resilient_jax.worker.script_process import run_script
@@ -40,10 +39,7 @@ def main() -> None:
     # In the place of the current folder, which `-m` puts there.
     sys.path[0] = find_script_folder(order.command[0])
     begin_kept_imports(order.program)
-    if order.imports is not None:
-        _import_and_wait(connection, order.imports)
-    else:
-        hold_at_gate(connection)
+    _import_and_wait(connection, order.imports)
     del connection, received
     run_script(order.command)
 
@@ -56,7 +52,7 @@ def _import_and_wait(connection: StandbyConnection, imports: ImportsReported) ->
     if reason := find_foreign_module(imports, own_path[0]):
         refuse_promotion(connection, reason)
     sys.path[:] = own_path
-    become_worker(connection, num_failed_imports=num_failed, replaces_environment=True)
+    become_worker(connection, num_failed)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -119,10 +118,3 @@ def test_a_standby_ends_with_its_agent(shared: TinyJob) -> None:
     shared.signal(JobComponent.AGENT, VICTIM, signal.SIGKILL)
     wait_until("the end of the standby", lambda: is_gone(waiting.pid), RECOVERY_S)
     shared.wait_training(HOSTS)
-
-
-def test_a_standby_at_the_gate_has_run_the_script_up_to_the_training(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, HOSTS, config=f'{CONFIG}standby = "gate"\n', options=ONE_DEVICE) as tiny:
-        waiting = wait_ready(tiny, VICTIM)
-        assert replace_worker(tiny, VICTIM) == waiting.pid
-        tiny.finish()

@@ -37,7 +37,6 @@ NUM_WORKER_DESCRIPTORS = 3
 SCRIPT = '''
 """A script that shows what it sees, and fails."""
 import multiprocessing, os, pickle, sys
-from resilient_jax.worker.promotion import wait_for_promotion
 
 class Thing:
     """Pickled by its place in `__main__`."""
@@ -46,9 +45,8 @@ def double(value):
     return 2 * value
 
 def main():
-    wait_for_promotion()
     module = sys.modules["__main__"]
-    hidden = ("Thing", "double", "main", "fail", "wait_for_promotion", "__cached__")
+    hidden = ("Thing", "double", "main", "fail", "__cached__")
     seen = {name: repr(value).split(" at 0x")[0] for name, value in vars(module).items() if name not in hidden}
     print(sorted(seen.items()))
     print(__name__, __file__, sys.argv, sys.path)
@@ -86,7 +84,7 @@ class Standby(NamedTuple):
 @contextlib.contextmanager
 def standby(
     command: Sequence[str],
-    imports: ImportsReported | None,
+    imports: ImportsReported,
     folder: Path,
     environment: dict[str, str],
     program: str = "",
@@ -116,8 +114,7 @@ def describe(modules: dict[str, str], path: Sequence[str] = ()) -> ImportsReport
     return ImportsReported(modules=modules, search_path=(*path, *sys.path), environment={})
 
 
-@pytest.mark.parametrize("mode", ["imports", "gate"])
-def test_the_script_of_a_standby_sees_what_a_started_script_sees(mode: str, tmp_path: Path) -> None:
+def test_the_script_of_a_standby_sees_what_a_started_script_sees(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     script = tmp_path / "sub" / "script.py"
     script.write_text(SCRIPT)
@@ -133,9 +130,8 @@ def test_the_script_of_a_standby_sees_what_a_started_script_sees(mode: str, tmp_
     )
     assert "[42]" in expected.stdout, expected.stderr
     fractions = str(Path(os.__file__).with_name("fractions.py"))
-    imports = describe({"fractions": fractions}) if mode == "imports" else None
-    at_import = {**environment, "ONLY_AT_IMPORT": "1"} if mode == "imports" else environment
-    with standby(command, imports, tmp_path, at_import) as waiting:
+    at_import = {**environment, "ONLY_AT_IMPORT": "1"}
+    with standby(command, describe({"fractions": fractions}), tmp_path, at_import) as waiting:
         assert waiting.receive() == StandbyReady()
         assert waiting.promote({k.encode(): v.encode() for k, v in environment.items()}) == StandbyPromoted()
         output, errors = waiting.process.communicate(timeout=WAIT_S)
@@ -198,21 +194,17 @@ def test_a_standby_refuses_its_promotion_if_a_module_has_changed(job: Path) -> N
         assert waiting.process.communicate(timeout=WAIT_S) == ("", ""), "the script has not run"
 
 
-@pytest.mark.parametrize("mode", ["imports", "gate"])
-def test_a_standby_runs_the_program_that_is_kept_whatever_has_changed(mode: str, job: Path) -> None:
+def test_a_standby_runs_the_program_that_is_kept_whatever_has_changed(job: Path) -> None:
     libraries = job.parent / f"{job.name}-libraries"
     modules = write_modules(libraries, good="found = 1")
     script = job / "script.py"
-    script.write_text(
-        "import good, late; from resilient_jax.worker.promotion import wait_for_promotion\n"
-        "wait_for_promotion(); print('script', 1, good.found, late.found)\n"
-    )
+    script.write_text("import good, late; print('script', 1, good.found, late.found)\n")
     write_modules(job, late="found = 1")
     program = KeptProgram(job / "run")
     program.create()
     for module, file in {"__main__": script, "good": modules["good"], "late": job / "late.py"}.items():
         program.keep(module, str(file))
-    imports = describe(modules, [str(libraries)]) if mode == "imports" else None
+    imports = describe(modules, [str(libraries)])
     environment = {**os.environ, "PYTHONPATH": f"{libraries}:{ROOT}"}
     with standby(["script.py"], imports, job, environment, str(program.folder)) as waiting:
         assert waiting.receive() == StandbyReady()
