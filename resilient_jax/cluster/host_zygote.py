@@ -43,8 +43,10 @@ class HostZygote:
         self._schedule = StandbySchedule()
         self._imports: ImportsReported | None = None
         self._connection: ZygoteConnection | None = None
-        self._processes: list[ZygoteProcess] = []
-        """Of this agent: the one that is asked, and one that imports."""
+        self._own: ZygoteProcess | None = None
+        """The one that is asked, if it is this agent's."""
+        self._importing: ZygoteProcess | None = None
+        """The one that is to replace it."""
         self._starting: asyncio.Task[None] | None = None
         if settings.zygote is not None:
             self._connection = ZygoteConnection(socket.socket(fileno=settings.zygote))
@@ -84,11 +86,13 @@ class HostZygote:
         self._schedule = self._schedule.replace_worker(is_promoted=False)
         if self._connection is None:
             return None
-        if is_urgent and self._processes:
-            self._processes[0].restore_priority()
+        if is_urgent and self._own is not None:
+            self._own.restore_priority()
         child = await self._connection.fork(host.command, host.environment, settings, descriptors)
         if child is None:
             self._log.record(EventKind.WORKER_NOT_FORKED, why=self._connection.refusal)
+            if self._own is not None:
+                await self._own.close()  # it would refuse the next one, too
         else:
             self._schedule = self._schedule.replace_worker(is_promoted=True)
         return child
@@ -96,13 +100,14 @@ class HostZygote:
     async def close(self) -> None:
         """End the agent's own zygotes; workers live on."""
         self._is_possible = False
+        own = [process for process in (self._own, self._importing) if process is not None]
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         if self._connection is not None:
             self._connection.close()
-        await asyncio.gather(*(process.close() for process in self._processes))
-        self._processes.clear()
+        for process in own:
+            await process.close()
 
     def _is_fork_fast(self, imports: ImportsReported) -> bool:
         """Return whether a worker is forked with most of what it imports."""
@@ -114,30 +119,30 @@ class HostZygote:
     def _start_first(self) -> None:
         """Start the zygote of the first worker, which waits for it."""
         try:
-            process = self._start(None)
+            self._own = self._start(None)
         except OSError as error:  # no descriptor, process or memory left: perhaps later
             self._record_failure(f"it could not be started: {error}", is_killed=True)
         else:
-            self._ask(process, 0)
+            self._ask(self._own, num_modules=0)
 
     async def _replace(self, imports: ImportsReported) -> None:
         """Start a zygote that imports these modules, and ask it once it is ready."""
         try:
-            process = self._start(imports)
+            process = self._importing = self._start(imports)
             obstacle = await process.wait_ready()
         except OSError as error:
             self._record_failure(f"it could not be started: {error}", is_killed=True)
         else:
             if obstacle:
                 self._record_failure(obstacle, is_killed=process.was_killed)
+                await process.close()
             else:
-                self._ask(process, len(imports.modules))
-            # Workers that were forked from the one before live without it.
-            for other in [one for one in self._processes if (one is process) is bool(obstacle)]:
-                await other.close()
-                self._processes.remove(other)
+                self._ask(process, num_modules=len(imports.modules))
+                if self._own is not None:
+                    await self._own.close()  # workers that were forked from it live on
+                self._own = process
         finally:
-            self._starting = None
+            self._starting = self._importing = None
 
     def _start(self, imports: ImportsReported | None) -> ZygoteProcess:
         # With the worker's environment at its imports, since libraries read settings there when they are imported; the
@@ -153,10 +158,9 @@ class HostZygote:
         output = make_log_path(directory, host, HostLog.ZYGOTE) if directory is not None else None
         process = ZygoteProcess(order, environment, self._log, self._clock, output)
         process.lower_priority()
-        self._processes.append(process)
         return process
 
-    def _ask(self, process: ZygoteProcess, num_modules: int) -> None:
+    def _ask(self, process: ZygoteProcess, *, num_modules: int) -> None:
         """Have workers forked from this zygote, which has imported so many modules of theirs, from now on."""
         if (connected := process.connect_agent()) is not None:
             if self._connection is not None:

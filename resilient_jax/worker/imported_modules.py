@@ -58,18 +58,12 @@ def _list_packages(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
-def find_foreign_module(imports: ImportsReported, folder: str) -> str:
+def find_foreign_module(imports: ImportsReported) -> str:
     """Return why this process's modules are not the worker's, and so not the script's either; empty: they are."""
-    installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
     for name, module in list(sys.modules.items()):
-        file = find_file(name, module)
-        if file is None:
-            continue
-        expected = imports.modules.get(name)
-        if expected is not None and expected != file:
+        file, expected = find_file(name, module), imports.modules.get(name)
+        if file is not None and expected is not None and expected != file:
             return f"module {name}: found {file}, expected that of the worker, {expected}"
-        if expected is None and is_below(file, folder) and not file.startswith(installed):
-            return f"module {name}: found {file} imported, expected nothing from the script's folder to be"
     return ""
 
 

@@ -113,7 +113,7 @@ class Zygote:
         if self._order.imports is None:
             self._import_by_text()
         else:
-            num_failed = self._import_as_worker(self._order.imports, folder)
+            num_failed = self._import_as_worker(self._order.imports)
         self._changes = {k: v for k, v in os.environb.items() if environment.get(k) != v}
         self._num_modules = sum(find_file(name, module) is not None for name, module in sys.modules.items())
         self._obstacle = (
@@ -155,12 +155,12 @@ class Zygote:
             except Exception as error:  # it is imported in part: the script would meet another error
                 self._obstacle = f"import {name}: {type(error).__name__}: {error}"
 
-    def _import_as_worker(self, imports: ImportsReported, folder: str) -> int:
+    def _import_as_worker(self, imports: ImportsReported) -> int:
         """Import what a worker has imported; return how many modules could not be."""
         own_path = sys.path[:]
         sys.path[:] = imports.search_path
         num_failed = import_again(imports)
-        self._obstacle = find_foreign_module(imports, folder)
+        self._obstacle = find_foreign_module(imports)
         sys.path[:] = own_path
         return num_failed
 

@@ -156,6 +156,7 @@ def test_a_worker_is_forked_with_the_libraries_that_the_one_before_had_imported(
     async def main() -> None:
         async with agent(tmp_path, {"reads": str(library)}, REFUSED_SCRIPT) as host:
             assert await host.fork() is None
+            assert list_children() == [], "of no use any more"
             assert "sets an environment variable" in str(
                 host.list_events(EventKind.WORKER_NOT_FORKED)[0].detail["why"]
             )
