@@ -45,19 +45,23 @@ class EventKind(enum.StrEnum):
     """A command (`resilient-jax kill --store`) had an agent send a signal to processes of its host. Detail:
     `component`, `signal`, `pids`."""
     WORKER_NOT_FORKED = "worker.not_forked"
-    """A worker is started as a process of its own, because the fork server cannot fork it. Detail: `why`."""
-    FORK_SERVER_STARTED = "fork_server.started"
-    """The process that the workers of `launch` are forked from was started. Detail: `pid`."""
-    FORK_SERVER_CONTINUED = "fork_server.continued"
-    """The process that workers are forked from had been stopped (SIGSTOP), and was told to go on. Detail: `pid`."""
-    FORK_SERVER_EXITED = "fork_server.exited"
-    """The process that workers are forked from ended, and they with it; others are started as processes of their own.
-    Detail: `pid`, `exit_code`."""
+    """A worker is started as a process of its own, because the zygote cannot fork it. Detail: `why`."""
+    ZYGOTE_STARTED = "zygote.started"
+    """A process that workers are forked from was started, by `launch` or by an agent. Detail: `pid`."""
+    ZYGOTE_READY = "zygote.ready"
+    """A zygote has imported what workers import. Detail: `pid`, `seconds` since its start, `memory_mib` (resident),
+    `failed_imports` (modules of the worker that it could not import), `obstacle` (why it forks no worker; empty: it
+    does)."""
+    ZYGOTE_FAILED = "zygote.failed"
+    """An agent's zygote cannot replace the one before. Detail: `reason`, `retried` (whether another is started
+    later)."""
+    ZYGOTE_EXITED = "zygote.exited"
+    """A zygote ended by itself; the workers that were forked from it live on. Detail: `pid`, `exit_code`."""
     STANDBY_STARTED = "standby.started"
-    """An agent started a standby of its worker. Detail: `pid`, `mode` (as configured)."""
+    """An agent started a standby of its worker. Detail: `pid`."""
     STANDBY_READY = "standby.ready"
-    """A standby waits to replace its host's worker. Detail: `pid`, `seconds` since its start, `memory_mib` (resident),
-    `failed_imports` (modules of the worker that it could not import by itself)."""
+    """A standby waits to replace its host's worker. Detail: `pid`, `seconds` since its start, `memory_mib`
+    (resident)."""
     STANDBY_FAILED = "standby.failed"
     """A standby ended, or cannot replace the worker. Detail: `pid`, `reason`, `retried` (whether another is started
     later)."""

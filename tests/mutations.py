@@ -60,7 +60,7 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
         "tests/pure/cluster/test_script_admission.py",
         "tests/pure/cluster/test_kept_program.py",
         "tests/process/worker/test_kept_imports.py",
-        "tests/process/worker/test_standby_process.py",
+        "tests/process/cluster/test_zygote.py",
     ),
 }
 """The tests of each area."""
@@ -937,10 +937,10 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "program",
-        "worker/standby_process.py",
-        "    begin_kept_imports(order.program)\n",
+        "worker/zygote.py",
+        "    begin_kept_imports(order.settings.program)\n",
         "",
-        "a standby runs the edited script",
+        "a forked worker runs the edited script",
     ),
     Mutation(
         "pipeline commit",

@@ -58,9 +58,9 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.notices import list_handled_notices
-from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
+from resilient_jax.protocol.zygote_messages import ZYGOTE_VARIABLE
 from resilient_jax.store.etcd_address import EXAMPLE, EtcdAddress, is_etcd_address
 from resilient_jax.store.etcd_store import EtcdStore, check_lease_ttl
 from resilient_jax.store.lease_renewals import RenewalServer
@@ -126,6 +126,13 @@ SpareOption = Annotated[
 LaunchedOption = Annotated[
     bool, typer.Option("--launched", hidden=True, help="Started by `launch`, which prints how the job ended.")
 ]
+ZygoteOption = Annotated[
+    bool,
+    typer.Option(
+        help="Fork workers from a process that has imported JAX, so that they start sooner. Otherwise each worker "
+        "imports JAX itself."
+    ),
+]
 
 
 def agent(
@@ -147,6 +154,7 @@ def agent(
     spare: SpareOption = False,
     grace_s: GraceOption = DEFAULT_GRACE_S,
     run_dir: RunDirectoryOption = Path("runs/agent"),
+    zygote: ZygoteOption = True,
     verbose: VerboseOption = False,
     launched: LaunchedOption = False,
 ) -> None:
@@ -184,7 +192,8 @@ def agent(
         address=own_address,
         command=command,
         environment=_make_environment(directory, checked_platform, devices_per_host, job_config, own_address),
-        fork_server=int(connected) if (connected := os.environ.pop(FORK_SERVER_VARIABLE, "")) else None,
+        zygote=int(connected) if (connected := os.environ.pop(ZYGOTE_VARIABLE, "")) else None,
+        forks_workers=zygote,
         devices_per_host=devices_per_host,
         num_hosts=num_hosts,
         versions=read_versions(),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -118,11 +118,13 @@ EtcdOption = Annotated[
 ]
 
 
-ForkOption = Annotated[
-    bool,
+ZygotePlace = Literal["machine", "host", "off"]
+ZygoteOption = Annotated[
+    ZygotePlace,
     typer.Option(
-        help="Fork workers from one process that has imported JAX, so that they start sooner. Otherwise each worker "
-        "imports JAX itself, as on a pod; so do workers on GPUs, and those of a script that sets environment variables."
+        help="What workers are forked from, so that they start sooner: one process for this `machine` that has "
+        "imported JAX (on CPU, without --sites), or one for each `host`, as on a pod. `off`: each worker imports JAX "
+        "itself."
     ),
 ]
 
@@ -142,7 +144,7 @@ def launch(
     max_host_restarts: MaxHostRestartsOption = 100,
     store: EtcdOption = None,
     store_tls: StoreTlsOption = None,
-    fork_workers: ForkOption = True,
+    zygote: ZygoteOption = "machine",
     grace_s: GraceOption = DEFAULT_GRACE_S,
     verbose: VerboseOption = False,
 ) -> None:
@@ -171,9 +173,8 @@ def launch(
         num_hosts=hosts,
         num_spares=spares,
         command=command,
-        agent_options=(
-            *_list_agent_options(checked_platform, devices_per_host, config, topology, verbose=verbose),
-            *("--grace-s", str(grace_s)),
+        agent_options=_list_agent_options(
+            checked_platform, devices_per_host, config, topology, grace_s, zygote, verbose=verbose
         ),
         grace=read_grace(grace_s),
         run_directory=directory,
@@ -185,18 +186,25 @@ def launch(
         store_host=host_sites.store_host,
         store=store,
         store_tls=store_tls,
-        fork_environment=_make_fork_environment(
+        zygote_environment=_make_zygote_environment(
             directory, checked_platform, devices_per_host, load_job_config(config, hosts)
         )
-        # Not tried where a library may touch a GPU when it is imported.
-        if fork_workers and checked_platform == "cpu" and not host_sites.sites
+        # On GPUs the hosts have variables of their own.
+        if zygote == "machine" and checked_platform == "cpu" and not host_sites.sites
         else None,
     )
     sys.exit(_run(settings, is_used=is_used))
 
 
 def _list_agent_options(
-    platform: Platform, devices: int | None, config: Path | None, topology: Path | None, *, verbose: bool
+    platform: Platform,
+    devices: int | None,
+    config: Path | None,
+    topology: Path | None,
+    grace_s: float,
+    zygote: ZygotePlace,
+    *,
+    verbose: bool,
 ) -> tuple[str, ...]:
     """Return the options that every agent gets as they are."""
     options = {
@@ -204,9 +212,10 @@ def _list_agent_options(
         "--devices-per-host": devices,
         "--config": config,
         "--topology": topology,
+        "--grace-s": grace_s,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    return (*given, *(["--verbose"] if verbose else []))
+    return (*given, *(["--no-zygote"] if zygote == "off" else []), *(["--verbose"] if verbose else []))
 
 
 def _create_directory(run_dir: Path | None) -> Path:
@@ -260,7 +269,7 @@ def _divide_gpus(
     )
 
 
-def _make_fork_environment(
+def _make_zygote_environment(
     directory: Path, platform: Platform, devices_per_host: int | None, config: JobConfig
 ) -> dict[str, str]:
     """Return the environment that all agents will ask for."""

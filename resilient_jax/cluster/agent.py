@@ -17,7 +17,6 @@ from resilient_jax.cluster.agent_service import serve_agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.device_watch import DeviceWatch
-from resilient_jax.cluster.fork_server_connection import connect_fork_server
 from resilient_jax.cluster.generation_follower import GenerationFollower
 from resilient_jax.cluster.gpu_watch import GpuWatch
 from resilient_jax.cluster.host_registration import HostRegistration
@@ -79,7 +78,6 @@ class Agent:
             clock=clock or SystemClock(),
             log=self._log,
             print_line=print_line,
-            fork_server=None if settings.fork_server is None else connect_fork_server(settings.fork_server),
         )
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self._server = _make_server(self._context, self._make_status, lambda: self._services.running)
@@ -245,7 +243,7 @@ class Agent:
             services=self._services.running,
             snapshot_server=self._snapshots.server,
             snapshots=self._snapshots.snapshots,
-            standby=self._supervisor.seat_standby.status or self._supervisor.standby.status,
+            standby=self._supervisor.standby.status,
             program=self._context.admission.program,
             changed_program=self._program.changed,
             devices=self._context.devices.describe(self._gpus.notes),
@@ -327,8 +325,6 @@ class Agent:
         # In this order: the worker before what it is connected to, and the lease last. Until the worker has
         # ended the others must not count this host as gone.
         await self._supervisor.close()
-        if self._context.fork_server is not None:
-            self._context.fork_server.close()
         await self._snapshots.close()
         await self._services.close()
         await self._follower.close()

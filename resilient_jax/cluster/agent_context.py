@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.fork_server_connection import ForkServerConnection
 from resilient_jax.cluster.host_devices import HostDevices
 from resilient_jax.cluster.script_admission import ScriptAdmission
 from resilient_jax.store.interface import Store
@@ -19,8 +18,6 @@ class AgentContext:
 
     Attributes:
         print_line: prints a line for people.
-        fork_server: connection to the server that workers are forked from; None: each worker is started as a process of
-            its own.
         agent_id: id that is new with each start of the agent.
         admission: admission of this host's workers, with the program that they run.
     """
@@ -30,7 +27,6 @@ class AgentContext:
     clock: Clock
     log: EventLog
     print_line: Callable[[str], None]
-    fork_server: ForkServerConnection | None = None
     agent_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     devices: HostDevices = dataclasses.field(init=False)
     admission: ScriptAdmission = dataclasses.field(init=False)

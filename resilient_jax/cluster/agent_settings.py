@@ -22,7 +22,8 @@ class AgentSettings:
         is_spare: whether the host takes part only in the place of another; `num_hosts` does not count spares.
         failure_domain: what fails together with this host, such as a rack; empty: the host alone.
         run_directory: folder of logs and events; None: nothing is written.
-        fork_server: descriptor of this agent's connection to the fork server of `launch`; None: there is none.
+        zygote: descriptor of this agent's connection to the zygote of `launch`; None: there is none.
+        forks_workers: whether the agent starts a zygote of its own where it has no other.
         is_launched: whether `resilient-jax launch` started the agent, and shows the error of a script that fails.
     """
 
@@ -40,7 +41,8 @@ class AgentSettings:
     is_spare: bool = False
     failure_domain: str = ""
     show_all_output: bool = False
-    fork_server: int | None = None
+    zygote: int | None = None
+    forks_workers: bool = False
     grace: NoticeGrace = DEFAULT_GRACE
     is_launched: bool = False
     devices: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +20,9 @@ from resilient_jax.notices import NOTICE_SIGNALS, blocked_notices
 
 MAX_LINE_BYTES = 2**20
 """Of a process's output; a longer line is cut into parts."""
+KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+"""By which the kernel, or a person, ends a process that has done nothing wrong."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED_POLL_INTERVAL_S = 0.1
 """How often a stop is looked for: the kernel reports one only to the parent's waitpid."""
 
@@ -116,20 +119,13 @@ class ChildProcess(abc.ABC):
         self.kill()
         return await self.wait_exited()
 
-    async def wait_exited_or_stopped(self, on_stopped: Callable[[], None] | None = None) -> int:
-        """Wait for the process's end, and end it if it is stopped, for then it serves no other process.
-
-        Args:
-            on_stopped: called in place of ending the process, again and again while the process is stopped.
-
-        Returns:
-            The exit code.
-        """
+    async def wait_exited_or_stopped(self) -> int:
+        """Wait for the end, and end a process that is stopped, for then it serves no other; return the exit code."""
         exited = asyncio.create_task(self.wait_exited())
         try:
             while not (await asyncio.wait((exited,), timeout=STOPPED_POLL_INTERVAL_S))[0]:
                 if self.is_stopped():
-                    (on_stopped or self.kill)()
+                    self.kill()
             return exited.result()
         finally:
             exited.cancel()
@@ -222,6 +218,13 @@ class SpawnedProcess(ChildProcess):
             with contextlib.suppress(BrokenPipeError):  # what was not written yet has no reader
                 self.stdin.close()
         self._end()
+
+
+def read_resident_mib(pid: int) -> int:
+    """Return the resident memory of a process in MiB; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES // 2**20
+    return 0
 
 
 def restore_normal_priority(pid: int) -> None:

@@ -229,7 +229,7 @@ class DeviceWatch:
         )
         number = f"{devices.num_used} of {devices.num_devices}" if devices.num_used else "all"
         context.print_line(f"{context.settings.host}: trains on {number} devices: {why}")
-        self._supervisor.seat_standby.fail(why, is_retried=True)
+        self._supervisor.standby.fail(why, is_retried=True)
         self._replacement.begin(why)
 
     def _locate(self, record: DeviceQuarantineRecord) -> int | None:

@@ -154,7 +154,7 @@ class GenerationFollower:
                 self._on_generation(generation)
 
     async def _handle(self, event: OrdersEvent) -> None:
-        worker, standby = self._supervisor.worker, self._supervisor.seat_standby.process
+        worker, standby = self._supervisor.worker, self._supervisor.standby.process
         for command in self._decide(event):
             if isinstance(command, SendIntoWorld | SendStandbyToSeat):
                 sent = worker if isinstance(command, SendIntoWorld) else standby
@@ -172,7 +172,7 @@ class GenerationFollower:
     def _decide(self, event: OrdersEvent) -> tuple[OrdersCommand, ...]:
         now_s = self._context.clock.monotonic_s()
         worker = _view_worker(self._supervisor.worker)
-        standby = _view_standby(self._supervisor.seat_standby.process)
+        standby = _view_standby(self._supervisor.standby.process)
         self._state, commands = handle(self._state, event, worker, standby, now_s, self._config)
         return commands
 
@@ -213,7 +213,7 @@ class GenerationFollower:
                 assert_never(command)
 
     def _command_standby(self, command: StandbyCommand) -> None:
-        standby = self._supervisor.seat_standby
+        standby = self._supervisor.standby
         match command:
             case OrderStandby(order):
                 standby.send_order(order)

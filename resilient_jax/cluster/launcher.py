@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from resilient_jax.clock import SystemClock
 from resilient_jax.cluster.agent_end import FATAL_EXIT_CODES, OWN_EXIT_CODES, describe_agent_end
 from resilient_jax.cluster.child_process import SpawnedProcess
-from resilient_jax.cluster.fork_server_process import ForkServerProcess
 from resilient_jax.cluster.host_keeper import HostCare, HostKeeper
 from resilient_jax.cluster.job_view import JobView
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE, NoticeGrace
@@ -35,14 +35,16 @@ from resilient_jax.cluster.run_directory import (
 )
 from resilient_jax.cluster.stored_records import decode_record
 from resilient_jax.cluster.worker_exit import describe_missing, find_killed_scripts
+from resilient_jax.cluster.zygote_connection import encode_environment
+from resilient_jax.cluster.zygote_process import ZygoteProcess
 from resilient_jax.errors import ExitCode, PeerError, ResilientJaxError
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.notices import list_handled_notices
-from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.generation import Generation, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.leader_record import LeaderRecord
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
+from resilient_jax.protocol.zygote_messages import ZYGOTE_VARIABLE, PrepareZygote
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.store.lease_renewals import RenewalServer
 from resilient_jax.store.memory import MemoryStore
@@ -53,8 +55,8 @@ from resilient_jax.transport.credentials import TOKEN_VARIABLE, Credentials
 from resilient_jax.transport.server import Server
 
 EVENT_LOG_FILE = "launcher.events.jsonl"
-FORK_SERVER_LOG = "fork_server.log"
-"""What libraries print when the fork server imports them."""
+ZYGOTE_LOG = "zygote.txt"
+"""What libraries print when the zygote imports them."""
 STORE_TIMEOUT_S = 30.0
 """Until `launch` gives up an etcd cluster that does not answer."""
 WATCH_RETRY_INTERVAL_S = 0.1
@@ -94,8 +96,7 @@ class LaunchSettings:
         store: URL of an etcd cluster; None: an embedded store.
         store_tls: folder with certificates for that cluster.
         grace: time of a notice to leave, which agents get in `agent_options`, too.
-        fork_environment: environment of workers that are forked from one process of this machine; None: each worker is
-            a process of its own.
+        zygote_environment: environment of workers that are forked from one zygote of this machine; None: it has none.
     """
 
     job: JobName
@@ -113,7 +114,7 @@ class LaunchSettings:
     store: str | None = None
     store_tls: Path | None = None
     grace: NoticeGrace = DEFAULT_GRACE
-    fork_environment: Mapping[str, str] | None = None
+    zygote_environment: Mapping[str, str] | None = None
 
 
 def make_host_names(count: int) -> list[HostName]:
@@ -152,7 +153,7 @@ class Launcher:
         self.view = JobView()
         self.address = ""
         self._leader_endpoint = ""
-        self._fork_server: ForkServerProcess | None = None
+        self._zygote: ZygoteProcess | None = None
 
     @property
     def credentials(self) -> Credentials:
@@ -177,7 +178,7 @@ class Launcher:
             )
             # Once the store answers: from now on other commands find the job.
             write_contact(directory, contact)
-            self._start_fork_server(log)
+            self._start_zygote(log)
             watching = [
                 asyncio.create_task(self._watch(store)),
                 asyncio.create_task(self._follow_progress()),
@@ -191,21 +192,22 @@ class Launcher:
                 for task in watching:
                     task.cancel()
                 await asyncio.gather(*watching, return_exceptions=True)
-                if self._fork_server is not None:
-                    await self._fork_server.close()
+                if self._zygote is not None:
+                    await self._zygote.close()
                 remove_contact(directory, contact)
                 log.close()
 
-    def _start_fork_server(self, log: EventLog) -> None:
-        """Start the process that workers are forked from, if they are; without it they only start later."""
-        settings = self._settings
-        if settings.fork_environment is None:
+    def _start_zygote(self, log: EventLog) -> None:
+        """Start the process that workers of all hosts are forked from; without it agents start their own."""
+        settings, environment = self._settings, self._settings.zygote_environment
+        if environment is None:
             return
-        output = settings.run_directory / FORK_SERVER_LOG
+        order = PrepareZygote(script=settings.command[0], environment=encode_environment(environment))
+        output = settings.run_directory / ZYGOTE_LOG
         try:
-            self._fork_server = ForkServerProcess(settings.command[0], settings.fork_environment, log, output)
+            self._zygote = ZygoteProcess(order, environment, log, SystemClock(), output)
         except OSError as error:  # no descriptor, process or memory left
-            self._on_line(f"no fork server could be started: {error}; each worker imports by itself".encode())
+            self._on_line(f"no zygote could be started: {error}; each host starts its own".encode())
 
     @contextlib.asynccontextmanager
     async def _open_store(self, log: EventLog) -> AsyncGenerator[Store, None]:
@@ -372,12 +374,12 @@ class Launcher:
         ]
         own = settings.host_environments[index] if settings.host_environments else {}
         environment = {**settings.environment, **own, TOKEN_VARIABLE: self._credentials.token}
-        connection = self._fork_server.connect_agent() if self._fork_server is not None else None
+        connection = self._zygote.connect_agent() if self._zygote is not None else None
         if connection is None:
             return SpawnedProcess(command, env=environment, stderr=subprocess.STDOUT, answers_notices=True)
         with connection:
             descriptor = connection.fileno()
-            environment[FORK_SERVER_VARIABLE] = str(descriptor)
+            environment[ZYGOTE_VARIABLE] = str(descriptor)
             return SpawnedProcess(
                 command,
                 env=environment,

@@ -32,6 +32,8 @@ class HostLog(enum.StrEnum):
     """All that the host's workers print."""
     DIGESTS = "digests.jsonl"
     """Digests of what was computed while the host was the first one, to check steps by `resilient-jax replay`."""
+    ZYGOTE = "zygote.txt"
+    """What libraries print when the host's zygote imports them."""
 
 
 def make_log_path(directory: Path, host: str, log: HostLog) -> Path:

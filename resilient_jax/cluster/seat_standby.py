@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.child_process import KILLING_SIGNALS, read_resident_mib
 from resilient_jax.cluster.held_output import HeldOutput
 from resilient_jax.cluster.standby_schedule import StandbySchedule
-from resilient_jax.cluster.standby_worker import KILLING_SIGNALS, read_resident_mib
 from resilient_jax.cluster.worker_exit import describe_exit
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
@@ -177,7 +177,7 @@ class SeatStandby:
         self._tasks.add(watching)
         watching.add_done_callback(lambda _: self._on_end(standby))
         self._standby = standby
-        self._log.record(EventKind.STANDBY_STARTED, pid=process.child.pid, mode="seat")
+        self._log.record(EventKind.STANDBY_STARTED, pid=process.child.pid)
         self._update_status(standby)
         if process.started_with is not None and process.started_with != self._devices.settings:
             self.fail("its host's devices changed while it was started", is_retried=True)
@@ -224,9 +224,7 @@ class SeatStandby:
         if is_ready and (before is None or before.state is not StandbyState.READY):
             memory_mib = read_resident_mib(pid)
             seconds = self._clock.monotonic_s() - self._started_s
-            self._log.record(
-                EventKind.STANDBY_READY, pid=pid, seconds=seconds, memory_mib=memory_mib, failed_imports=0
-            )
+            self._log.record(EventKind.STANDBY_READY, pid=pid, seconds=seconds, memory_mib=memory_mib)
         self._set_status(
             StandbyStatus(
                 state=StandbyState.READY if is_ready else StandbyState.STARTING,

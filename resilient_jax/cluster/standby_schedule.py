@@ -1,11 +1,11 @@
-"""When a host's agent starts a standby of its worker. Pure.
+"""When a host's agent starts a process beside its worker: a standby, or another zygote. Pure.
 
 Rules:
-- A standby takes processor time and memory, so none starts before the world has trained for `SETTLING_S`: at a commit
+- It takes processor time and memory, so none starts before the world has trained for `SETTLING_S`: at a commit
   that long after the first commit of the generation, and so never while the job recovers.
-- A standby that was killed (by the kernel, which needs its memory, or by a person) is started again after
+- One that was killed (by the kernel, which needs its memory, or by a person) is started again after
   `RETRY_S`, doubled each time.
-- A standby that failed by itself would fail again: none is started any more.
+- One that failed by itself would fail again: none is started any more.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ MAX_RETRY_S = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StandbySchedule:
-    """What decides whether a standby may start.
+    """What decides whether a standby, or a zygote, may start.
 
     Attributes:
         generation: generation in which this host's worker trains; None: the worker has committed nothing yet.
@@ -43,7 +43,8 @@ class StandbySchedule:
         return dataclasses.replace(self, generation=generation, trains_since_s=now_s)
 
     def replace_worker(self, *, is_promoted: bool) -> "StandbySchedule":
-        """Return the schedule after a start of a worker; `is_promoted`: a standby has become this worker."""
+        """Return the schedule after a start of a worker; `is_promoted`: a standby has become this worker, or a
+        zygote has forked it."""
         num_killed = 0 if is_promoted else self.num_killed
         return dataclasses.replace(self, generation=None, num_killed=num_killed)
 

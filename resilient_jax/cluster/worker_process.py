@@ -15,9 +15,7 @@ from resilient_jax.cluster.child_process import ChildProcess, LineReader, Spawne
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.async_connection import AsyncConnection
-from resilient_jax.protocol.fork_messages import FORK_SERVER_VARIABLE
 from resilient_jax.protocol.framing import FrameError
-from resilient_jax.protocol.standby_messages import STANDBY_CONNECTION_VARIABLE
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
@@ -33,6 +31,7 @@ from resilient_jax.protocol.worker_messages import (
     encode_settings,
 )
 from resilient_jax.protocol.worker_report import WorkerReport
+from resilient_jax.protocol.zygote_messages import ZYGOTE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,7 @@ WORKER_VARIABLES = (
     WORKER_SETTINGS_VARIABLE,
     SNAPSHOT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
-    STANDBY_CONNECTION_VARIABLE,
-    FORK_SERVER_VARIABLE,
+    ZYGOTE_VARIABLE,
 )
 
 
@@ -72,7 +70,7 @@ class OutputReader(Protocol):
 
 
 class WorkerDescriptors(NamedTuple):
-    """A worker's ends of what connects it, in the order in which a standby gets them.
+    """A worker's ends of what connects it, in the order in which a forked worker gets them.
 
     Attributes:
         agent: descriptor of the connection to the agent.

@@ -1,4 +1,4 @@
-"""Starts the worker of a host: by the promotion of its standby, as a fork of a prepared process, or as a new one."""
+"""Starts the worker of a host: as a fork of a zygote, or as a new process."""
 
 import functools
 import socket
@@ -9,9 +9,9 @@ import msgspec
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.host_zygote import HostZygote
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
-from resilient_jax.cluster.standby_worker import StandbyWorker
 from resilient_jax.cluster.worker_process import WorkerDescriptors, WorkerProcess, launch_script
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Incarnation
@@ -28,7 +28,7 @@ class WorkerStarter:
         self,
         context: AgentContext,
         snapshots: SnapshotServerProcess,
-        standby: StandbyWorker,
+        zygote: HostZygote,
         is_start_urgent: Callable[[], bool],
     ) -> None:
         """Start workers for this host; a new process gets low priority unless `is_start_urgent`."""
@@ -36,9 +36,8 @@ class WorkerStarter:
         self._admission = context.admission
         self._log = context.log
         self._clock = context.clock
-        self._fork_server = context.fork_server
         self._snapshots = snapshots
-        self._standby = standby
+        self._zygote = zygote
         self._is_start_urgent = is_start_urgent
         self._incarnation = Incarnation(0)
 
@@ -87,35 +86,30 @@ class WorkerStarter:
 
     async def _launch_standby(self, host: AgentSettings, descriptors: WorkerDescriptors) -> ChildProcess:
         settings = msgspec.structs.replace(_make_settings(host, self._admission.folder), is_standby=True)
-        child = await self._start_process(host, settings, descriptors)
+        child = await self._start_process(host, settings, descriptors, is_urgent=False)
         child.lower_priority()
         return child
 
     async def _launch(self, host: AgentSettings, descriptors: WorkerDescriptors) -> ChildProcess:
         """Return the process that is the worker."""
         settings = _make_settings(host, self._admission.folder)
-        ordered_s = self._clock.monotonic_s()
-        if (promoted := await self._standby.promote(descriptors, settings)) is not None:
-            seconds = self._clock.monotonic_s() - ordered_s
-            self._log.record(
-                EventKind.WORKER_PROMOTED, pid=promoted.pid, incarnation=self._incarnation, seconds=seconds
-            )
-            return promoted
-        child = await self._start_process(host, settings, descriptors)
-        if not self._is_start_urgent():
+        is_urgent = self._is_start_urgent()
+        child = await self._start_process(host, settings, descriptors, is_urgent=is_urgent)
+        if not is_urgent:
             child.lower_priority()
         return child
 
     async def _start_process(
-        self, host: AgentSettings, settings: WorkerSettings, descriptors: WorkerDescriptors
+        self,
+        host: AgentSettings,
+        settings: WorkerSettings,
+        descriptors: WorkerDescriptors,
+        *,
+        is_urgent: bool,
     ) -> ChildProcess:
-        """Return a new process that runs the script, forked if there is a fork server that can do it."""
-        command, environment = host.command, host.environment
-        if (server := self._fork_server) is not None:
-            if (child := await server.fork(command, environment, settings, descriptors)) is not None:
-                return child
-            self._log.record(EventKind.WORKER_NOT_FORKED, why=server.refusal)
-        return launch_script(command, environment, settings, descriptors)
+        """Return a new process that runs the script, forked if there is a zygote that can do it."""
+        forked = await self._zygote.fork(host, settings, descriptors, is_urgent=is_urgent)
+        return forked or launch_script(host.command, host.environment, settings, descriptors)
 
 
 def _make_settings(settings: AgentSettings, program: str) -> WorkerSettings:

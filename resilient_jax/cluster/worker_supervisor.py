@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from resilient_jax.cluster.agent_context import AgentContext
+from resilient_jax.cluster.child_process import read_resident_mib
+from resilient_jax.cluster.host_zygote import HostZygote
 from resilient_jax.cluster.run_directory import HostLog, make_log_path
 from resilient_jax.cluster.seat_standby import SeatedStandby, SeatStandby
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.stacks_file import StacksFile, describe_process
-from resilient_jax.cluster.standby_worker import StandbyWorker, read_resident_mib
 from resilient_jax.cluster.worker_exit import (
     SIGNAL_EXIT_CODE_BASE,
     apply_exit_code,
@@ -89,8 +90,7 @@ class WorkerSupervisor:
         on_event: called with each event of the worker; returns why the host must leave the job, or None.
         errors: errors of the host's workers that the leader has noted.
         on_suspicion: called when the error of a worker is one that a device causes.
-        standby: the process that waits to replace the worker, unless the standby has a seat.
-        seat_standby: the process that waits in a seat.
+        standby: the process that waits in a seat of the world to replace the worker.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class WorkerSupervisor:
         self._snapshots = snapshots
         self._on_change = on_change
         self._is_over = is_over
-        self.standby = StandbyWorker(context, on_change)
-        self._starter = WorkerStarter(context, snapshots, self.standby, is_start_urgent)
+        self._zygote = HostZygote(context)
+        self._starter = WorkerStarter(context, snapshots, self._zygote, is_start_urgent)
         self._output = WorkerOutput(
             settings.host,
             make_log_path(directory, settings.host, HostLog.OUTPUT) if directory else None,
             show_all=settings.show_all_output,
             is_failing=lambda: self.worker is not None and bool(find_reported_error(self.worker)),
         )
-        self.seat_standby = SeatStandby(
+        self.standby = SeatStandby(
             context,
             self._starter.start_standby,
             self._output,
@@ -217,7 +217,7 @@ class WorkerSupervisor:
             promoted.output.release()
             return promoted.process, promoted.watching
         self._wants_snapshots = False
-        self.seat_standby.replace_worker()
+        self.standby.replace_worker()
         worker = await self._starter.start()
         self.worker = worker
         watching = worker.watch_until_exit(
@@ -233,7 +233,7 @@ class WorkerSupervisor:
 
     def take_over(self) -> None:
         """Have the standby in its seat be the worker: the present one has died, but its end may not be known yet."""
-        died, promoted = self.worker, self.seat_standby.take_over()
+        died, promoted = self.worker, self.standby.take_over()
         if promoted is None or died is None:
             return
         self._promoted, self.worker = promoted, promoted.process
@@ -307,10 +307,10 @@ class WorkerSupervisor:
 
     def _on_message(self, worker: WorkerProcess, message: AgentRequest) -> None:
         match message:
-            case AdmissionRequested() if worker is self.seat_standby.process:
+            case AdmissionRequested() if worker is self.standby.process:
                 worker.send_order(WorkerAdmitted())
                 if difference := self._admission.find_difference(message.script):
-                    self.seat_standby.fail(difference, is_retried=False)
+                    self.standby.fail(difference, is_retried=False)
             case AdmissionRequested():
                 self._admitting = asyncio.get_running_loop().create_task(self._admit(worker, message.script))
             case EventOccurred():
@@ -320,12 +320,12 @@ class WorkerSupervisor:
                     self._refuse(why)
             case StepCommitted():
                 self.progress = message.progress
-                standby = self.seat_standby if self.seat_standby.is_possible else self.standby
-                standby.commit(worker.report.generation)
+                self._zygote.commit(worker.report.generation)
+                self.standby.commit(worker.report.generation)
             case StacksTaken():
                 self._stacks.append(worker.report, message.why, message.stacks)
             case ImportsReported():
-                self.standby.remember_imports(message)
+                self._zygote.remember_imports(message)
             case SnapshotServerRequested():
                 self._start_snapshot_server()
 
@@ -374,7 +374,7 @@ class WorkerSupervisor:
         if self.worker is not None:
             self.worker.send_order(order)
         if isinstance(order, LeaseRenewed):
-            self.seat_standby.send_order(order)
+            self.standby.send_order(order)
 
     def set_urgency(self, *, is_urgent: bool) -> None:
         """Give normal priority to what brings redundancy back, a worker that starts and the snapshot server, or not."""
@@ -410,8 +410,7 @@ class WorkerSupervisor:
     async def wait_finished(self, outcome: JobOutcome) -> None:
         """Send the worker the job's end, and wait as long as its outcome allows."""
         self._is_job_failed = outcome.kind is JobOutcomeKind.USER_ERROR
-        await self.standby.close()
-        self.seat_standby.dismiss()
+        self.standby.dismiss()
         worker = self.worker
         if worker is None or worker.child.exit_code is not None:
             return
@@ -444,11 +443,11 @@ class WorkerSupervisor:
         return final
 
     async def close(self) -> None:
-        """Kill the worker if it runs, end its standby, and close the log of its output."""
+        """Kill the worker if it runs, end its standby and the zygote, and close the log of its output."""
         if self.worker is not None:
             await self.worker.child.kill_and_wait()
-        await self.seat_standby.close()
         await self.standby.close()
+        await self._zygote.close()
         self._output.close()
 
 

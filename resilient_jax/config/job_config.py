@@ -92,12 +92,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds before a worker's second restart in a window, doubled for each one after. The first restart is immediate:
     most crashes do not repeat."""
 
-    standby: Literal["off", "imports", "gate", "seat"] = "imports"
-    """A process on each host that waits to replace the host's worker when that dies. `off`: none; a new worker first
-    imports its libraries. `imports`: it has imported the libraries, and runs the script when it is needed. `gate`: it
-    has run the script up to `rj.run`, so the top of the script runs a second time beside the worker. `seat`: it is a
-    complete second worker in a spare seat of the world, with programs and memory of its own, and takes the worker's
-    place in the next step."""
+    standby: Literal["off", "seat"] = "off"
+    """A process on each host that waits to replace the host's worker when that dies. `off`: none; a new worker is
+    forked from a process that has imported its libraries, and runs the script. `seat`: it is a complete second worker
+    in a spare seat of the world, with programs and memory of its own, and takes the worker's place in the next step;
+    the top of the script runs a second time beside the worker."""
 
     abort: Literal["auto", "interrupt", "replace"] = "auto"
     """What happens to the workers of a world in which one was lost. `interrupt`: their collectives are aborted, and

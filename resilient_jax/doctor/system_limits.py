@@ -16,7 +16,7 @@ from resilient_jax.jax_runtime.worker_environment import Platform
 GROUP: Final = "limits"
 MIB: Final = 2**20
 WORKER_MIB: Final = 700
-"""Resident memory of a small CPU worker, measured; a standby has 170 beside it."""
+"""Resident memory of a small CPU worker, measured; a zygote adds 25 to it."""
 MIN_DESCRIPTORS: Final = 256
 GOOD_DESCRIPTORS: Final = 4096
 """A worker has some 60 with a few peers; gloo opens one for each pair of devices of a clique."""
@@ -71,7 +71,7 @@ def judge_memory(available: int, cgroup_limit: int | None) -> CheckResult:
             name="memory",
             verdict=CheckVerdict.WARNING,
             found=found,
-            remedy=f"a worker takes {WORKER_MIB} MiB, its standby 170, and a snapshot twice the state's share",
+            remedy=f"a worker takes {WORKER_MIB} MiB, its zygote 25, and a snapshot twice the state's share",
             figures=figures,
         )
     return CheckResult(group=GROUP, name="memory", verdict=CheckVerdict.OK, found=found, figures=figures)

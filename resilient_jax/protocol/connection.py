@@ -32,7 +32,7 @@ from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 from resilient_jax.protocol.message_decoding import decode_message
 
 RECEIVE_BUFFER_BYTES: Final = 65_536
-MAX_DESCRIPTORS: Final = 5
+MAX_DESCRIPTORS: Final = 6
 """Of one message."""
 SEND_TIMEOUT_S: Final = 60
 """A peer that reads nothing for so long, while its buffer of about a hundred messages is full, is as good as dead."""

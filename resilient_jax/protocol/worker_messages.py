@@ -154,11 +154,10 @@ class StacksTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ImportsReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the script has imported, and in which surroundings, for a standby to do the same before it is needed.
+    """What the script has imported, and in which surroundings, for a zygote to do the same before it is needed.
 
     Attributes:
-        modules: the file of each module, by name, in the order in which their imports ended; none of the script's own
-            folder.
+        modules: the file of each installed module, by name, in the order in which their imports ended.
         search_path: `sys.path` without the script's folder.
         environment: variables of the worker: libraries read their settings from the environment when they are imported,
             and the script may have changed it before.

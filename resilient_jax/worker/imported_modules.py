@@ -1,7 +1,7 @@
-"""What a script has imported, described by its worker, and imported again by a standby.
+"""What a script has imported, described by its worker, and imported again by a zygote.
 
-Only modules outside of the script's folder: what the user is writing there may start threads, open files or look at the
-arguments, and runs when the script runs. This file imports no jax: the script may set variables before it does.
+Only installed modules: what the user is writing may start threads, open files or look at the arguments, and runs when
+the script runs. This file imports no jax: the script may set variables before it does.
 """
 
 import importlib
@@ -16,13 +16,13 @@ from resilient_jax.protocol.worker_messages import ImportsReported
 
 
 def describe_imports() -> ImportsReported:
-    """Return what this process has imported from outside of the script's folder, and in which surroundings."""
+    """Return which installed modules this process has imported, and in which surroundings."""
     folder = find_script_folder(vars(sys.modules["__main__"]).get("__file__"))
     installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
     modules = {}
     for name, module in list(sys.modules.items()):
         file = find_file(name, module)
-        if file is not None and (file.startswith(installed) or not is_below(file, folder)):
+        if file is not None and file.startswith(installed):
             modules[name] = file
     return ImportsReported(
         modules=modules,
@@ -58,32 +58,22 @@ def _list_packages(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
-def find_foreign_module(imports: ImportsReported, folder: str) -> str:
+def find_foreign_module(imports: ImportsReported) -> str:
     """Return why this process's modules are not the worker's, and so not the script's either; empty: they are."""
-    installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
     for name, module in list(sys.modules.items()):
-        file = find_file(name, module)
-        if file is None:
-            continue
-        expected = imports.modules.get(name)
-        if expected is not None and expected != file:
+        file, expected = find_file(name, module), imports.modules.get(name)
+        if file is not None and expected is not None and expected != file:
             return f"module {name}: found {file}, expected that of the worker, {expected}"
-        if expected is None and is_below(file, folder) and not file.startswith(installed):
-            return f"module {name}: found {file} imported, expected nothing from the script's folder to be"
     return ""
 
 
-def find_changed_module(since_ns: int, *, only_installed: bool = False) -> str:
-    """Return the file of an imported module that was written after this wall time; empty if there is none.
-
-    If `only_installed`, modules of the user's do not count: they were imported from copies.
-    """
-    installed = tuple(f"{path}{os.sep}" for path in list_installed_folders())
+def find_changed_module(since_ns: int) -> str:
+    """Return the file of an imported module that was written after this wall time; empty if there is none."""
     files = [file for name, module in list(sys.modules.items()) if (file := find_file(name, module))]
     for file in files:
         try:
             # Not the time of modification, which installers set to that of the package.
-            if (file.startswith(installed) or not only_installed) and os.stat(file).st_ctime_ns > since_ns:
+            if os.stat(file).st_ctime_ns > since_ns:
                 return file
         except OSError:  # made for the import and removed, or in an archive
             continue

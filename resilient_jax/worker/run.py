@@ -30,7 +30,6 @@ from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.ledger import Ledger
 from resilient_jax.worker.observers import LedgerObserver, Observer
-from resilient_jax.worker.promotion import wait_for_promotion
 from resilient_jax.worker.replay import make_replay, run_replay
 from resilient_jax.worker.session import Session
 from resilient_jax.worker.standalone import StandaloneControl
@@ -83,7 +82,6 @@ def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint
         )
     check_not_initialized()
     refuse_under_agent()
-    wait_for_promotion()  # returns at once, except in a standby that has run the script up to here
     # Taken out of the environment: a process that the script starts must not take itself for this worker.
     descriptor = os.environ.pop(AGENT_CONNECTION_VARIABLE, None)
     encoded_settings = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)

@@ -27,8 +27,8 @@ from tests.benchmarks.run_end import order_stop
 HOSTS = 4
 MANY_STEPS = 100_000
 """Steps of a job that the benchmark stops."""
-AS_ON_A_POD = ("--no-fork-workers",)
-"""An option of `launch`: each worker is a process of its own, and has a standby of its own."""
+AS_ON_A_POD = ("--zygote", "host")
+"""Options of `launch`: each host forks its workers from a process of its own."""
 HEALTHY_STEPS = 3
 """Steps that all hosts train together between two kills."""
 AHEAD_STEPS = 3

@@ -88,7 +88,7 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
             if part in (TargetPart.SERVICE, TargetPart.SNAPSHOTS) and is_long:
                 return EVENTS_OF_PART[part]
             is_silent = duration_s is None or duration_s > LEASES_MISSED * lease_ttl_s
-            is_of_host = part not in (TargetPart.LINK, TargetPart.FORK_SERVER)
+            is_of_host = part not in (TargetPart.LINK, TargetPart.ZYGOTE)
             return EVENTS_OF_SILENCE if is_silent and is_of_host else ()
         case ProcessExit() | UserException() | NanGradients() | SilentCorruption():
             return EVENTS_OF_WORKER_FAULT[type(fault)]

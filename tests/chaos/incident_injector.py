@@ -39,7 +39,7 @@ from tests.chaos.targets import (
 )
 
 STORE_PARTS = (TargetPart.STORE, TargetPart.STORE_MEMBER)
-LAUNCHER_PARTS = (TargetPart.STORE, TargetPart.FORK_SERVER, TargetPart.LAUNCHER)
+LAUNCHER_PARTS = (TargetPart.STORE, TargetPart.ZYGOTE, TargetPart.LAUNCHER)
 """What `launch` is and has: they belong to all hosts."""
 FAULTS_WITHOUT_PROCESSES = (*NETWORK_FAULTS, *LAUNCHER_FAULTS, DeviceLoss, FullDisk, ClockJump)
 FAILPOINT_TIMEOUT_S = 15.0
@@ -208,9 +208,9 @@ class IncidentInjector:
         """Return the live processes of the target: the store's records may still contain dead ones."""
         if incident.target.part in (TargetPart.STORE, TargetPart.LAUNCHER):
             return _identify([self._job.process.pid])
-        if incident.target.part is TargetPart.FORK_SERVER:
+        if incident.target.part is TargetPart.ZYGOTE:
             events = self._job.events.records
-            started = [event.detail["pid"] for event in events if event.kind is EventKind.FORK_SERVER_STARTED]
+            started = [event.detail["pid"] for event in events if event.kind is EventKind.ZYGOTE_STARTED]
             return _identify([int(started[-1])] if started else [])
         if (store := self._environment.store) is not None and incident.target.part is TargetPart.STORE_MEMBER:
             pids = [store.find_pid(STORE_MEMBERS.index(member)) for member in hosts]

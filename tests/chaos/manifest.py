@@ -58,7 +58,7 @@ class TargetPart(enum.StrEnum):
     SERVICE = "service"
     STORE = "store"
     STORE_MEMBER = "store_member"
-    FORK_SERVER = "fork_server"
+    ZYGOTE = "zygote"
     LAUNCHER = "launcher"
     HOST = "host"
     LINK = "link"
@@ -140,8 +140,8 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             bridge. Needs root.
         disk_mib: the size of a separate disk for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
-        forks_workers: workers are forked from one process, as `launch` does; false: each is a process of its own, and
-            has a standby, as on a pod.
+        forks_workers: workers are forked from one process, as `launch` does; false: each host has a process that its
+            workers are forked from, as on a pod.
         environment: variables that only the job gets, not the run that it is compared with.
         config: keys of `JobConfig`, besides `CHAOS_CONFIG`.
     """
@@ -271,11 +271,11 @@ def _launcher_misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str,
             found.append(("fault.kind", fault_kind(fault), f"{expected} for a launcher"))
         else:
             found.append(("target.part", part, f"launcher for {fault_kind(fault)}"))
-    if part is TargetPart.FORK_SERVER:
+    if part is TargetPart.ZYGOTE:
         if not job.forks_workers:
             found.append(("target.part", part, "job.forks_workers = true beside it"))
         if not isinstance(fault, ProcessKill | ProcessStop):
-            found.append(("fault.kind", fault_kind(fault), "kill or stop for a fork_server"))
+            found.append(("fault.kind", fault_kind(fault), "kill or stop for a zygote"))
     return found
 
 

@@ -150,7 +150,7 @@ def _make_options(manifest: CampaignManifest, directory: Path, network: Network 
     options = ["--config", str(config), "--devices-per-host", str(manifest.job.devices_per_host)]
     options += ["--max-host-restarts", str(MAX_HOST_RESTARTS)]
     if not manifest.job.forks_workers:
-        options.append("--no-fork-workers")
+        options += ["--zygote", "host"]
     if network is not None:
         sites = directory / "sites.toml"
         sites.write_text(_format_sites(network))

@@ -157,13 +157,12 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
     with TinyJob(tmp_path, 2, SHORT_FORMING, ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
-        tiny.wait_standby("host-1")
+        tiny.wait_zygote("host-1")
         at_first = descriptors()
         for _ in range(3):
             assert report.generation is not None
             tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
             report = tiny.wait_training(2, after_generation=report.generation.number)
-        tiny.wait_standby("host-1")
         # An agent listens for a world's workers for FORMING_S and RELAY_GRACE_S more, for one that has not left it yet.
         try:
             wait_until("the old descriptors' end", lambda: len(descriptors()) <= len(at_first), RECOVERY_S)

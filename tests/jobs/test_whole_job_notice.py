@@ -220,11 +220,11 @@ def test_the_agent_that_serves_the_store_serves_it_to_the_end_of_the_others_afte
 
 
 def test_a_signal_to_every_process_but_agents_and_launcher_changes_nothing(tmp_path: Path) -> None:
-    """Workers, standbys, snapshot servers, coordination services with their standbys."""
+    """Workers, their parents, zygotes, snapshot servers, coordination services with their standbys."""
     with TinyJob(tmp_path, 2, protect(STANDBYS, 2), options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         for host in HOSTS:
-            tiny.wait_standby(host)
+            tiny.wait_zygote(host)
         report = tiny.wait_report(
             "snapshot servers", lambda report: all(status.snapshots for status in report.hosts)
         )

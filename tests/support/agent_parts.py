@@ -16,8 +16,15 @@ HOST, JOB = HostName("host-0"), JobName("job")
 WAIT_S = patience(2)
 
 
-def make_agent_settings(script: Path, config: JobConfig, *, num_hosts: int = 1) -> AgentSettings:
-    """Return the settings of the agent of host-0 that runs this script, without a run folder."""
+def make_agent_settings(
+    script: Path,
+    config: JobConfig,
+    *,
+    num_hosts: int = 1,
+    run_directory: Path | None = None,
+    forks_workers: bool = False,
+) -> AgentSettings:
+    """Return the settings of the agent of host-0 that runs this script."""
     return AgentSettings(
         job=JOB,
         host=HOST,
@@ -29,7 +36,8 @@ def make_agent_settings(script: Path, config: JobConfig, *, num_hosts: int = 1) 
         versions=Versions(python="", resilient_jax="", jax="", jaxlib=""),
         credentials=Credentials("token"),
         config=config,
-        run_directory=None,
+        run_directory=run_directory,
+        forks_workers=forks_workers,
     )
 
 

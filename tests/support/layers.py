@@ -67,13 +67,12 @@ LATE_LOADERS = frozenset(
         "resilient_jax.cli.main",
         "resilient_jax.cluster.nvml_reader",
         "resilient_jax.lazy_names",
-        "resilient_jax.worker.fork_server",
         "resilient_jax.worker.imported_modules",
+        "resilient_jax.worker.zygote",
     }
 )
 """Modules that load others by a name that is not written there: the commands, each when it is asked for; public names;
-in a standby what the worker has loaded, in the fork server what the script imports; the binding of NVML where there
-are GPUs."""
+in a zygote what the worker has loaded, or the script imports; the binding of NVML where there are GPUs."""
 
 MACHINES = frozenset(
     {

@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
+from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.worker_environment import Platform, make_worker_environment
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.generation import GenerationPhase
@@ -57,9 +58,9 @@ store_timeout_s = 30.0
 {REPORT_SLOW_HOSTS}{WITHOUT_PROTECTION}"""
 WITHOUT_STANDBYS = 'standby = "off"\n'
 CONFIG_WITHOUT_STANDBYS = f"{CONFIG}{WITHOUT_STANDBYS}"
-"""For most jobs, whose workers are forked: to import everything in each process is most of what a test of some seconds
-costs. With standbys, and workers that are processes of their own as on a pod, run test_standby, test_rejoin,
-test_replace and SIGKILL in the kill matrix."""
+"""For most jobs, whose workers are forked from one zygote: to import everything in each host is most of what a test of
+some seconds costs. With a zygote for each host, as on a pod, run test_host_zygote, test_rejoin, test_replace and
+SIGKILL in the kill matrix."""
 HANGS_ARE_NAMED = f"""{CONFIG_WITHOUT_STANDBYS}
 hang_timeout_s = {5 * slowness():.1f}
 user_code_timeout_s = {10 * slowness():.1f}
@@ -121,7 +122,7 @@ class TinyJob:
             run_directory=work / "run",
             options=[
                 *("--config", str(work / "job.toml"), "--devices-per-host", "2", "--platform", platform),
-                *([] if WITHOUT_STANDBYS in config else ["--no-fork-workers"]),
+                *([] if WITHOUT_STANDBYS in config else ["--zygote", "host"]),
                 *options,
             ],
             environment={**os.environ, "OMP_NUM_THREADS": "1", "TINY_JOB_HOSTS": str(hosts)},
@@ -171,6 +172,18 @@ class TinyJob:
             return found
 
         return self.job.wait_report(what, look, self.patience_s)
+
+    def wait_zygote(self, host: str) -> int:
+        """Wait until this host has a zygote that is ready; return its process id."""
+
+        def find() -> list[int]:
+            events = self.job.read_events()
+            return [
+                int(e.detail["pid"]) for e in events if e.kind is EventKind.ZYGOTE_READY and e.host == host
+            ]
+
+        wait_until(f"a zygote on {host}", lambda: bool(find()), self.patience_s)
+        return find()[-1]
 
     def wait_standby(self, host: str) -> StandbyStatus:
         """Wait until this host has a standby that is ready; return its status."""

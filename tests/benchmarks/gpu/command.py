@@ -20,7 +20,6 @@ from tests.benchmarks.gpu.kernel_choices import OURS, measure_kernel_choices
 from tests.benchmarks.paths import JOBS
 from tests.benchmarks.report import describe_machine, open_console, print_json_line
 from tests.benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT_S, run_job, wait_healthy
-from tests.benchmarks.stall.replacement import wait_standbys
 from tests.benchmarks.stall.trainer_stalls import find_recovery_s, time_steps
 
 Abort = Literal["interrupt", "replace"]
@@ -107,7 +106,6 @@ def _measure_kills(work: Path, abort: Abort, kills: int, platform: Platform, con
         for number in range(kills):
             victim = hosts[number % HOSTS]
             wait_healthy(job)
-            wait_standbys(job, "imports")
             fault_s = job.kill(JobComponent.WORKER, victim)
             found = wait_stall(job, fault_s, REPORT_TIMEOUT_S)
             stalls_s.append(found.total_s)

@@ -38,7 +38,7 @@ from tests.benchmarks.stall.replacement import StandbyKind, measure_replacements
 from tests.benchmarks.stall.state_share import measure_share
 from tests.benchmarks.stall.trainer_stalls import PLANNED, SHARDED, find_recovery_s, measure_trainer_stall
 
-STANDBYS: tuple[StandbyKind, ...] = ("imports", "seat")
+STANDBYS: tuple[StandbyKind, ...] = ("off", "seat")
 
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,7 +224,7 @@ class _Campaign:
             sharded_stall_s=round(trainer_stalls[0], 3),
             planned_stall_s=round(trainer_stalls[1], 3),
             host_back_s=round(statistics.median(self.recoveries), 3) if self.recoveries else float("nan"),
-            replace_all_stall_s=round(replacement_s["imports"] - healthy_s, 3),
+            replace_all_stall_s=round(replacement_s["off"] - healthy_s, 3),
             replace_all_seats_stall_s=round(replacement_s["seat"] - healthy_s, 3),
             steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
             healthy_step_s=round(healthy_s, 3),

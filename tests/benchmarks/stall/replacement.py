@@ -15,7 +15,7 @@ from tests.benchmarks.runs import AS_ON_A_POD, HOSTS, MANY_STEPS, REPORT_TIMEOUT
 
 CONFIG = 'abort = "replace"\nreplicated_snapshot_interval_steps = 1\nstandby = "{standby}"\n'
 
-StandbyKind = Literal["imports", "seat"]
+StandbyKind = Literal["off", "seat"]
 
 
 def measure_replacements(
@@ -36,7 +36,8 @@ def measure_replacements(
     with run_job(command, work, config=CONFIG.format(standby=standby), options=AS_ON_A_POD) as job:
         for number in range(kills):
             wait_healthy(job)
-            wait_standbys(job, standby)
+            if standby == "seat":
+                wait_standbys(job)
             found = wait_stall(job, job.kill(JobComponent.WORKER, hosts[number % HOSTS]), REPORT_TIMEOUT_S)
             totals.append(found.total_s)
             console.print(
@@ -45,15 +46,10 @@ def measure_replacements(
     return statistics.median(totals) if totals else float("nan")
 
 
-def wait_standbys(job: LocalJob, kind: StandbyKind) -> None:
-    """Wait until every host has a standby of this kind that can replace its worker."""
-    job.wait_report(
-        "standbys", lambda now: all(_is_ready(host, kind) for host in now.hosts), REPORT_TIMEOUT_S
-    )
+def wait_standbys(job: LocalJob) -> None:
+    """Wait until every host has a standby that can replace its worker."""
+    job.wait_report("standbys", lambda now: all(map(_has_standby, now.hosts)), REPORT_TIMEOUT_S)
 
 
-def _is_ready(host: HostStatus, kind: StandbyKind) -> bool:
-    standby = host.standby
-    if standby is None or standby.state is not StandbyState.READY:
-        return False
-    return (standby.worker is not None) is (kind == "seat")
+def _has_standby(host: HostStatus) -> bool:
+    return host.standby is not None and host.standby.state is StandbyState.READY

@@ -33,7 +33,7 @@ class GatedJob:
             for index in range(2)
         ]
         (work / "sites.toml").write_text("".join(sites))
-        options = ["--devices-per-host", "1", "--host-restart-delay", "0"]
+        options = ["--devices-per-host", "1", "--host-restart-delay", "0", "--zygote", "off"]
         options += ["--config", str(work / "job.toml"), "--sites", str(work / "sites.toml")]
         self.job = PatientJob([STUB], num_hosts=2, run_directory=work / "run", options=options)
 

@@ -32,10 +32,10 @@ def store() -> Iterator[str]:
 
 
 def start_agent(store: str, work: Path, out: str) -> HandStartedAgent:
-    (work / "job.toml").write_text('standby = "off"\nlease_ttl_s = 60.0\n')
+    (work / "job.toml").write_text("lease_ttl_s = 60.0\n")
     options = ["--store", store, "--job", JOB, "--host-name", HOST, "--run-dir", str(work / HOST)]
     script = str(JOBS / "control_stub_worker.py")
-    return HandStartedAgent([*options, "--config", str(work / "job.toml"), script], work / out)
+    return HandStartedAgent([*options, "--no-zygote", "--config", str(work / "job.toml"), script], work / out)
 
 
 def read_status(address: str) -> HostStatus | None:

@@ -111,12 +111,12 @@ class Agent:
         def is_ready() -> bool:
             self.worker.send_order(Pause(generation=GENERATION))
             self.clock.advance(SETTLING_S / 10)
-            status = self.supervisor.seat_standby.status
+            status = self.supervisor.standby.status
             return status is not None and status.state is StandbyState.READY
 
         await wait_until(is_ready)
-        assert self.supervisor.seat_standby.process is not None
-        return self.supervisor.seat_standby.process
+        assert self.supervisor.standby.process is not None
+        return self.supervisor.standby.process
 
     def count_events(self, kind: EventKind) -> int:
         return sum(event.kind is kind for event in read_events(self._events))
@@ -154,7 +154,7 @@ def test_a_standby_is_the_worker_as_soon_as_the_threads_of_its_predecessor_have_
             status = agent.supervisor.status
             assert status is not None
             assert (status.incarnation, status.is_alive) == (standby.incarnation, True)
-            assert agent.supervisor.seat_standby.status is None
+            assert agent.supervisor.standby.status is None
             died.child.kill()
             await wait_until(lambda: agent.count_events(EventKind.WORKER_EXITED) == 1)
             assert agent.worker is standby, "the end of the other is not the worker's"

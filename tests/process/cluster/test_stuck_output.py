@@ -27,7 +27,7 @@ def test_a_job_whose_output_nobody_reads_trains_on_and_tells_how_many_lines_were
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "launch.out")
     reader = os.open(tmp_path / "run" / "launch.out", os.O_RDONLY | os.O_NONBLOCK)
-    options = ["--devices-per-host", "1", "--no-fork-workers", "--config", str(tmp_path / "job.toml")]
+    options = ["--devices-per-host", "1", "--zygote", "off", "--config", str(tmp_path / "job.toml")]
     command = [str(tmp_path / "flood.py")]
     with PatientJob(command, num_hosts=2, run_directory=tmp_path / "run", options=options) as job:
 

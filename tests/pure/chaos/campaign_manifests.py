@@ -91,7 +91,7 @@ def incidents(draw: st.DrawFn, store: Literal["embedded", "etcd"]) -> Incident:
             fault = draw(OUTER)
             if part is TargetPart.HOST and draw(st.booleans()):
                 fault = draw(st.builds(faults.DeviceLoss, device=st.just(0), duration_s=SECONDS))
-    if part is TargetPart.FORK_SERVER:
+    if part is TargetPart.ZYGOTE:
         fault = faults.ProcessKill()
     if part is TargetPart.STORE_MEMBER and not isinstance(fault, faults.STORE_MEMBER_FAULTS):
         fault = faults.ProcessKill()

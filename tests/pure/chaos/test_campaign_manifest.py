@@ -85,9 +85,9 @@ REFUSED = {
         "incidents[0].target.part",
     ),
     "a launcher that stops": ('part = "worker"', 'part = "launcher"', "incidents[0].fault.kind"),
-    "a fork server that is slow": (
+    "a zygote that is slow": (
         'part = "worker", hosts = ["host-1"] }\nfault = { kind = "stop", duration_s = 2.0',
-        'part = "fork_server" }\nfault = { kind = "slow", share = 0.5, duration_s = 2.0',
+        'part = "zygote" }\nfault = { kind = "slow", share = 0.5, duration_s = 2.0',
         "incidents[0].fault.kind",
     ),
     "a pair of one host": (

@@ -1,4 +1,4 @@
-"""A fork server forks workers that run a script as `python SCRIPT` does, and that end with it and with their agent."""
+"""A zygote forks workers that run a script as `python SCRIPT` does, live without it, and end with their agent."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,21 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from resilient_jax.cluster import fork_server_connection
+from resilient_jax.clock import SystemClock
+from resilient_jax.cluster import zygote_connection
 from resilient_jax.cluster.child_process import ChildProcess
-from resilient_jax.cluster.fork_server_connection import ForkedProcess, ForkServerConnection
-from resilient_jax.cluster.fork_server_process import SERVER_MODULE, ForkServerProcess
+from resilient_jax.cluster.kept_program import KeptProgram
 from resilient_jax.cluster.worker_process import WorkerDescriptors, launch_script
+from resilient_jax.cluster.zygote_connection import ForkedProcess, ZygoteConnection, encode_environment
+from resilient_jax.cluster.zygote_process import ZYGOTE_MODULE, ZygoteProcess
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.connection import encode_message
-from resilient_jax.protocol.fork_messages import WorkerEnded, WorkerForked
 from resilient_jax.protocol.worker_messages import WorkerSettings
+from resilient_jax.protocol.zygote_messages import PrepareZygote, WorkerEnded, WorkerForked
 from resilient_jax.telemetry.event_log import EventLog
 from tests.support.patience import patience, wait_until
 from tests.support.process_ends import list_children, read_name, wait_gone
@@ -53,27 +56,30 @@ SETTINGS = WorkerSettings(job="job", host=HostName("host-0"), address="127.0.0.1
 
 
 class Machine:
-    """A launcher's fork server, one agent's connection to it, and what a worker is given."""
+    """A launcher's zygote, one agent's connection to it, and what a worker is given."""
 
     def __init__(self, folder: Path, log: EventLog) -> None:
         self.script = folder / "script.py"
         self.script.write_text(SCRIPT)
         # As the launcher's: what Python adds to it at its start would be a difference.
         self.environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
-        self.server = ForkServerProcess(str(self.script), self.environment, log, folder / "fork_server.log")
+        order = PrepareZygote(script=str(self.script), environment=encode_environment(self.environment))
+        self.zygote = ZygoteProcess(order, self.environment, log, SystemClock(), folder / "zygote.txt")
+        self.connections: list[ZygoteConnection] = []
         self.agent = self.connect()
         self.sockets = [*socket.socketpair(), *socket.socketpair()]
         self.pipe = os.pipe()
 
-    def connect(self) -> ForkServerConnection:
-        connection = self.server.connect_agent()
-        assert connection is not None
-        return ForkServerConnection(connection)
+    def connect(self) -> ZygoteConnection:
+        connected = self.zygote.connect_agent()
+        assert connected is not None
+        self.connections.append(ZygoteConnection(connected))
+        return self.connections[-1]
 
     @property
-    def server_pid(self) -> int:
-        (server,) = [child for child in psutil.Process().children() if SERVER_MODULE in child.cmdline()]
-        return server.pid
+    def zygote_pid(self) -> int:
+        (zygote,) = [child for child in psutil.Process().children() if ZYGOTE_MODULE in child.cmdline()]
+        return zygote.pid
 
     @property
     def descriptors(self) -> WorkerDescriptors:
@@ -85,8 +91,9 @@ class Machine:
         )
 
     async def close(self) -> None:
-        self.agent.close()
-        await self.server.close()
+        for connection in self.connections:
+            connection.close()
+        await self.zygote.close()
         for connected in self.sockets:
             connected.close()
         for end in self.pipe:
@@ -94,7 +101,7 @@ class Machine:
 
 
 def on_machine(tmp_path: Path, check: Callable[[Machine], Awaitable[None]]) -> list[str]:
-    """Run `check` with a fork server; return the kinds of events that the launcher has recorded."""
+    """Run `check` with a zygote; return the kinds of events that the launcher has recorded."""
     log = EventLog(tmp_path / "events.jsonl", "launcher")
 
     @contextlib.asynccontextmanager
@@ -148,7 +155,7 @@ def test_a_script_finds_the_same_as_in_a_process_of_its_own(tmp_path: Path) -> N
         assert found == wanted
         assert forked[1] == expected[1] == "to the other"
 
-    assert on_machine(tmp_path, check) == ["fork_server.started"]
+    assert on_machine(tmp_path, check) == ["zygote.started", "zygote.ready"]
 
 
 def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:
@@ -180,14 +187,21 @@ def test_the_group_of_a_worker_that_dies_with_its_agent_is_ended(tmp_path: Path)
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "child")
         child = int((await read(worker))[0])
-        os.kill(machine.server_pid, signal.SIGSTOP)  # it hears of both at once
+        parent = psutil.Process(worker.pid).ppid()
+        os.kill(parent, signal.SIGSTOP)  # it hears of both at once
         os.kill(worker.pid, signal.SIGKILL)
-        machine.agent.close()
+        await cut(worker)
         os.kill(child, 0)
-        os.kill(machine.server_pid, signal.SIGCONT)
+        os.kill(parent, signal.SIGCONT)
         await asyncio.to_thread(wait_gone, child)
 
     on_machine(tmp_path, check)
+
+
+async def cut(worker: ForkedProcess) -> None:
+    """Close the connection of an agent to a worker's parent, as the agent's death does."""
+    worker._listening.cancel()
+    await asyncio.gather(worker._listening, return_exceptions=True)
 
 
 def test_a_module_beside_the_script_with_the_name_of_an_imported_one_is_an_obstacle(tmp_path: Path) -> None:
@@ -201,63 +215,61 @@ def test_a_module_beside_the_script_with_the_name_of_an_imported_one_is_an_obsta
 
 
 def test_a_worker_whose_end_comes_with_the_answer_has_ended() -> None:
-    async def check(connection: ForkServerConnection, server: socket.socket) -> None:
+    async def check(connection: ZygoteConnection, zygote: socket.socket) -> None:
         starting = asyncio.create_task(order(connection))
-        await receive_order(server)
-        with running_process() as process:
+        with await receive_order(zygote) as parent, running_process() as process:
             forked = encode_message(WorkerForked(pid=process.pid, num_modules=1))
-            server.sendall(forked + encode_message(WorkerEnded(pid=process.pid, exit_code=3)))
+            parent.sendall(forked + encode_message(WorkerEnded(exit_code=3)))
             worker = await starting
             assert worker is not None
             assert await worker.wait_exited() == 3
             worker.close_pipes()
 
-    with_scripted_server(check)
+    with_scripted_zygote(check)
 
 
-def test_a_worker_whose_server_ends_with_the_answer_has_ended() -> None:
-    async def check(connection: ForkServerConnection, server: socket.socket) -> None:
+def test_a_worker_whose_parent_ends_with_the_answer_has_ended() -> None:
+    async def check(connection: ZygoteConnection, zygote: socket.socket) -> None:
         starting = asyncio.create_task(order(connection))
-        await receive_order(server)
+        parent = await receive_order(zygote)
         with running_process() as process:
-            server.sendall(encode_message(WorkerForked(pid=process.pid, num_modules=1)))
-            server.close()
+            parent.sendall(encode_message(WorkerForked(pid=process.pid, num_modules=1)))
+            parent.close()
             worker = await starting
             assert worker is not None
             assert await worker.wait_exited() == -signal.SIGKILL
             worker.close_pipes()
 
-    with_scripted_server(check)
+    with_scripted_zygote(check)
 
 
-def test_a_server_that_does_not_answer_costs_no_worker_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check(connection: ForkServerConnection, server: socket.socket) -> None:
-        with running_process() as process, running_process() as late:
+def test_a_zygote_that_does_not_answer_costs_no_worker_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(connection: ZygoteConnection, zygote: socket.socket) -> None:
+        with running_process() as process:
             starting = asyncio.create_task(order(connection))
-            await receive_order(server)
-            server.sendall(encode_message(WorkerForked(pid=process.pid, num_modules=1)))
-            worker = await starting
-            assert worker is not None
-            monkeypatch.setattr(fork_server_connection, "ANSWER_TIMEOUT_S", 0.05)
-            assert await order(connection) is None
-            assert connection.refusal == "the fork server did not answer within 0.05 s"
-            assert worker.exit_code is None
-            assert process.poll() is None
-            server.sendall(encode_message(WorkerForked(pid=late.pid, num_modules=1)))
-            await asyncio.to_thread(late.wait, 20)  # a worker that nothing waits for is killed
-            assert process.poll() is None
-            worker.close_pipes()
+            with await receive_order(zygote) as parent:
+                parent.sendall(encode_message(WorkerForked(pid=process.pid, num_modules=1)))
+                worker = await starting
+                assert worker is not None
+                monkeypatch.setattr(zygote_connection, "ANSWER_TIMEOUT_S", 0.05)
+                assert await order(connection) is None
+                assert connection.refusal == "the zygote did not answer within 0.05 s"
+                assert worker.exit_code is None
+                assert process.poll() is None
+                with await receive_order(zygote) as late:
+                    assert late.recv(1) == b"", "the parent of a worker that comes late is to end it"
+                worker.close_pipes()
 
-    with_scripted_server(check)
+    with_scripted_zygote(check)
 
 
-def with_scripted_server(check: Callable[[ForkServerConnection, socket.socket], Awaitable[None]]) -> None:
-    """Run `check` with an agent's connection, and the other end in place of a server."""
+def with_scripted_zygote(check: Callable[[ZygoteConnection, socket.socket], Awaitable[None]]) -> None:
+    """Run `check` with an agent's connection, and the other end in place of a zygote."""
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            connection = ForkServerConnection(ours)
+            connection = ZygoteConnection(ours)
             try:
                 async with asyncio.timeout(patience(6)):
                     await check(connection, theirs)
@@ -267,14 +279,17 @@ def with_scripted_server(check: Callable[[ForkServerConnection, socket.socket], 
     asyncio.run(run())
 
 
-async def order(connection: ForkServerConnection) -> ForkedProcess | None:
+async def order(connection: ZygoteConnection) -> ForkedProcess | None:
     return await connection.fork(("script.py",), {}, SETTINGS, (0, 0, 0))
 
 
-async def receive_order(server: socket.socket) -> None:
-    _, descriptors, *_ = await asyncio.to_thread(socket.recv_fds, server, 65536, 5)
-    for descriptor in descriptors:
+async def receive_order(zygote: socket.socket) -> socket.socket:
+    """Return the socket for the answers to an order."""
+    _, descriptors, *_ = await asyncio.to_thread(socket.recv_fds, zygote, 65536, 6)
+    answers, *others = descriptors
+    for descriptor in others:
         os.close(descriptor)
+    return socket.socket(fileno=answers)
 
 
 @contextlib.contextmanager
@@ -284,7 +299,7 @@ def running_process() -> Iterator[subprocess.Popen]:
         process.kill()
 
 
-def test_workers_end_with_their_agent_and_not_with_another(tmp_path: Path) -> None:
+def test_a_worker_ends_with_its_agent_and_not_with_another(tmp_path: Path) -> None:
     async def check(machine: Machine) -> None:
         other = machine.connect()
         worker = await fork(machine, "wait")
@@ -295,61 +310,81 @@ def test_workers_end_with_their_agent_and_not_with_another(tmp_path: Path) -> No
         assert theirs is not None
         await read(theirs)
         machine.agent.close()
+        await cut(worker)
         await asyncio.to_thread(wait_gone, worker.pid)
         assert theirs.exit_code is None
         os.kill(theirs.pid, 0)
-        other.close()
+        await cut(theirs)
         await asyncio.to_thread(wait_gone, theirs.pid)
 
     on_machine(tmp_path, check)
 
 
-def test_workers_end_with_the_server_and_the_next_ones_are_not_forked(tmp_path: Path) -> None:
+def test_workers_end_with_their_parents(tmp_path: Path) -> None:
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "wait")
         await read(worker)
-        os.kill(machine.server_pid, signal.SIGKILL)
+        os.kill(psutil.Process(worker.pid).ppid(), signal.SIGKILL)
         assert await worker.wait_exited() == -signal.SIGKILL
         await asyncio.to_thread(wait_gone, worker.pid)
-        assert await machine.fork() is None
-        assert machine.agent.refusal == "the fork server: it has ended"
-        assert not machine.agent.is_open
-        await asyncio.to_thread(
-            wait_until, "its end", lambda: "fork_server.exited" in (tmp_path / "events.jsonl").read_text()
-        )
-        assert machine.server.connect_agent() is None
 
-    assert on_machine(tmp_path, check) == ["fork_server.started", "fork_server.exited"]
+    on_machine(tmp_path, check)
 
 
-def test_a_server_that_is_stopped_goes_on_and_its_workers_live(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_live_on_without_the_zygote_and_the_next_ones_are_not_forked(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """A zygote that is stopped would fork none, and is ended."""
+
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "wait")
         await read(worker)
-        for _ in range(2):
-            os.kill(machine.server_pid, signal.SIGSTOP)
-            other = await fork(machine, "--steps", "3")
-            await read(other)
-            assert await other.wait_exited() == 7
+        os.kill(machine.zygote_pid, number)
+        await asyncio.to_thread(
+            wait_until, "its end", lambda: "zygote.exited" in (tmp_path / "events.jsonl").read_text()
+        )
+        assert await machine.fork() is None
+        assert machine.agent.refusal == "the zygote has ended"
+        assert not machine.agent.is_open
+        assert machine.zygote.connect_agent() is None
         assert worker.exit_code is None
-        worker.kill()
-        await worker.wait_exited()
+        os.kill(worker.pid, signal.SIGALRM)
+        assert await worker.wait_exited() == -signal.SIGALRM, "its end is reported as ever"
 
-    kinds = on_machine(tmp_path, check)
-    assert kinds == ["fork_server.started", "fork_server.continued", "fork_server.continued"]
+    assert on_machine(tmp_path, check) == ["zygote.started", "zygote.ready", "zygote.exited"]
 
 
 def test_another_environment_is_refused_by_the_names_of_the_variables(tmp_path: Path) -> None:
     async def check(machine: Machine) -> None:
-        assert await machine.fork(environment={**machine.environment, "XLA_FLAGS": "", "B": "1"}) is None
+        assert await machine.fork(environment={**machine.environment, "A": "", "B": "1"}) is None
         assert machine.agent.refusal == (
-            "found other environment variables than this process was started with: B, XLA_FLAGS"
+            "found other environment variables than the imports were made with: A, B"
         )
         worker = await fork(machine)  # a refusal does not count for the next
         await read(worker)
         await worker.wait_exited()
 
     on_machine(tmp_path, check)
+
+
+def test_a_worker_has_the_devices_of_its_own_environment(tmp_path: Path) -> None:
+    """Which devices it has is read when JAX makes a backend, in the worker."""
+
+    async def check(machine: Machine) -> None:
+        flags = "--xla_force_host_platform_device_count=3"
+        worker = await machine.fork(environment={**machine.environment, "XLA_FLAGS": flags})
+        assert worker is not None, machine.agent.refusal
+        assert (await read(worker))[0] == "3"
+        await worker.wait_exited()
+
+    with pytest.MonkeyPatch.context() as patch:
+        source = (
+            "import jax, sys; print(jax.device_count(), flush=True); print('', file=sys.stderr, flush=True)"
+        )
+        patch.setitem(globals(), "SCRIPT", source)
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+        on_machine(tmp_path, check)
 
 
 def test_a_script_that_sets_environment_variables_is_refused(tmp_path: Path) -> None:
@@ -362,6 +397,31 @@ def test_a_script_that_sets_environment_variables_is_refused(tmp_path: Path) -> 
         on_machine(tmp_path, check)
 
 
+def test_a_worker_runs_the_program_that_is_kept_whatever_has_changed(tmp_path: Path) -> None:
+    async def check(machine: Machine) -> None:
+        program = KeptProgram(tmp_path / "run")
+        program.create()
+        for module, file in {"__main__": machine.script, "own": tmp_path / "own.py"}.items():
+            program.keep(module, str(file))
+        (tmp_path / "own.py").write_text("FOUND = 2")
+        machine.script.write_text(SCRIPT.replace("script", "edited"))
+        settings = msgspec.structs.replace(SETTINGS, program=str(program.folder))
+        worker = await machine.agent.fork(
+            (str(machine.script),), machine.environment, settings, machine.descriptors
+        )
+        assert worker is not None, machine.agent.refusal
+        assert (await read(worker))[0] == "script 1"
+        await worker.wait_exited()
+
+    with pytest.MonkeyPatch.context() as patch:
+        source = (
+            "import own, sys; print('script', own.FOUND, flush=True); print('', file=sys.stderr, flush=True)"
+        )
+        patch.setitem(globals(), "SCRIPT", source)
+        (tmp_path / "own.py").write_text("FOUND = 1")
+        on_machine(tmp_path, check)
+
+
 def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
     async def check(machine: Machine) -> None:
         starting = asyncio.create_task(machine.fork("wait"))
@@ -369,21 +429,22 @@ def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         worker = await fork(machine, "wait")  # answered after the one that was cancelled
-        children = list_children(machine.server_pid)
+        parents = list_children(machine.zygote_pid)
         await read(worker)
         worker.kill()
         await worker.wait_exited()
-        for pid in children:
+        for pid in parents:
             await asyncio.to_thread(wait_gone, pid)
 
     on_machine(tmp_path, check)
 
 
-def test_the_processes_are_named_after_the_script(tmp_path: Path) -> None:
+def test_the_processes_are_named_after_the_script_and_after_their_task(tmp_path: Path) -> None:
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "wait")
         await read(worker)
         assert read_name(worker.pid) == "script.py"
+        assert read_name(psutil.Process(worker.pid).ppid()) == "worker-parent"
         worker.kill()
         await worker.wait_exited()
 
