@@ -206,7 +206,11 @@ def make_commands() -> str:
 def describe_parameter(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401 - typer declares no type for it
     """Return the row (name, default, meaning) of an argument or an option."""
     is_argument = parameter.param_type_name == "argument"
-    name = (parameter.metavar or parameter.name.upper()) if is_argument else ", ".join(parameter.opts)
+    name = (
+        (parameter.metavar or parameter.name.upper())
+        if is_argument
+        else ", ".join(parameter.opts + parameter.secondary_opts)
+    )
     match parameter.default:
         case None | False | "":
             default = "required" if parameter.required else ""

@@ -58,7 +58,7 @@ def list_options() -> dict[str, set[str]]:
     """Return the options of each command of `resilient-jax`."""
     commands = typer.main.get_command(build_app(COMMANDS)).commands  # pyright: ignore[reportAttributeAccessIssue]
     return {
-        name: {"--help", *chain.from_iterable(parameter.opts for parameter in command.params)}
+        name: {"--help", *chain.from_iterable(p.opts + p.secondary_opts for p in command.params)}
         for name, command in commands.items()
     }
 
