@@ -52,6 +52,19 @@ if "wait" in sys.argv or "child" in sys.argv:
     import time; time.sleep(600)
 raise SystemExit(7)
 """
+SPAWNING_SCRIPT = """
+import json, multiprocessing, pickle, sys
+class Thing:
+    pass
+def double(value):
+    return 2 * value
+if __name__ == "__main__":
+    found = [type(pickle.loads(pickle.dumps(Thing()))) is Thing]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found += pool.map(double, [21])
+    print(json.dumps(found), flush=True)
+    print("the end", file=sys.stderr, flush=True)
+"""
 SETTINGS = WorkerSettings(job="job", host=HostName("host-0"), address="127.0.0.1", token="token")
 
 
@@ -156,6 +169,19 @@ def test_a_script_finds_the_same_as_in_a_process_of_its_own(tmp_path: Path) -> N
         assert forked[1] == expected[1] == "to the other"
 
     assert on_machine(tmp_path, check) == ["zygote.started", "zygote.ready"]
+
+
+def test_a_forked_script_pickles_its_own_classes_and_spawns_processes(tmp_path: Path) -> None:
+    """`multiprocessing` starts them from the script's file, and finds what it pickled in their `__main__`."""
+
+    async def check(machine: Machine) -> None:
+        machine.script = tmp_path / "spawning.py"
+        machine.script.write_text(SPAWNING_SCRIPT)
+        worker = await fork(machine)
+        assert await read(worker) == ("[true, 42]", "the end")
+        assert await worker.wait_exited() == 0
+
+    on_machine(tmp_path, check)
 
 
 def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:
