@@ -1,4 +1,4 @@
-"""An agent's orders for a standby of the kind `seat`, a part of `generation_orders`. Pure.
+"""An agent's orders for its standby, a part of `generation_orders`. Pure.
 
 Such a standby is a worker, with a connection and an incarnation of its own, but no member:
 
@@ -8,7 +8,7 @@ Such a standby is a worker, with a connection and an incarnation of its own, but
 | FINISHED, or the host leaves   | `DismissStandby`                         | `DismissStandby`|
 | ACTIVE                         | `SendStandbyToSeat`                      | `Quiesce`       |
 | other phases                   | none: what it does is of no generation   | `Quiesce`       |
-| it could not take its seat     | `FailStandby`                            |                 |
+| it could not take its seat     | `FailStandby`                            | -               |
 | the worker has died            | `TakeOver`: it is the host's worker      | `TakeOver`      |
 
 Rules:
