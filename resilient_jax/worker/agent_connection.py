@@ -92,9 +92,8 @@ class AgentConnection:
             while not self._protocol.is_admitted and self._protocol.stop is None:
                 self._changed.wait()
             self._apply(worker_protocol.join_job(self._protocol, endpoint))
-        send_unless_closed(
-            self._connection, describe_imports()
-        )  # for a standby; last, since no other host needs it
+        # For the host's next zygote; last, since no other host needs it.
+        send_unless_closed(self._connection, describe_imports())
 
     def wait_for_order(self) -> FormWorld | TakeSeat | StopWorker:
         """Wait for the next world to train in, for a seat to take, or for the end of the job."""

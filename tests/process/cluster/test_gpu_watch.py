@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +25,10 @@ from tests.support.patience import patience, wait_until
 
 HOST = "host-0"
 STUB = """
-import pathlib, time
+import json, os, pathlib, time
+written = pathlib.Path(__file__).with_name(f"environment-{os.getpid()}")
+written.with_suffix(".new").write_text(json.dumps(dict(os.environ)))
+written.with_suffix(".new").rename(written)
 mark = pathlib.Path(__file__).with_name("fail")
 while True:
     time.sleep(0.02)
@@ -127,18 +131,22 @@ def host(tmp_path: Path) -> Iterator[GpuHost]:
         yield GpuHost(tmp_path, store)
 
 
-def read_visible(host: GpuHost) -> str:
-    """Return which GPUs the worker sees; a process that was just forked has not got its variables yet."""
-    found: list[str] = []
+def read_environment(host: GpuHost) -> dict[str, str]:
+    """Return the variables that the script of the present worker found."""
+    found: list[dict[str, str]] = []
 
-    def sees() -> bool:
+    def has_begun() -> bool:
         with contextlib.suppress(FileNotFoundError):
-            variables = Path(f"/proc/{host.wait_worker()}/environ").read_text().split("\0")
-            found[:] = [one for one in variables if one.startswith("CUDA_VISIBLE_DEVICES=")]
+            found[:] = [json.loads((host.work / f"environment-{host.wait_worker()}").read_text())]
         return bool(found)
 
-    wait_until("a worker that sees GPUs", sees)
-    return found[0].removeprefix("CUDA_VISIBLE_DEVICES=")
+    wait_until("a worker whose script has begun", has_begun)
+    return found[0]
+
+
+def read_visible(host: GpuHost) -> str:
+    """Return which GPUs the worker sees."""
+    return read_environment(host)["CUDA_VISIBLE_DEVICES"]
 
 
 def test_a_gpu_that_fails_is_left_out_and_its_host_goes_on_until_it_is_cleared(host: GpuHost) -> None:
@@ -213,10 +221,7 @@ def test_an_operator_takes_a_device_out_and_a_number_that_is_none_is_refused(hos
         before = host.wait_worker()
         host.run_hosts("drain", "host-0:3", "--for", "600")
         wait_until("another worker", lambda: host.wait_worker() != before)
-        # A process that was started just now may not have its variables yet.
-        variables = Path(f"/proc/{host.wait_worker()}/environ")
-        wait_until("its variables", variables.read_bytes)
-        assert b"--xla_force_host_platform_device_count=2" in variables.read_bytes()
+        assert "--xla_force_host_platform_device_count=2" in read_environment(host)["XLA_FLAGS"]
         assert "host-0:3: for " in host.run_hosts("list")
         before = host.wait_worker()
         code, said = host.try_hosts("drain", "host-0:4")
