@@ -84,15 +84,17 @@ class HostZygote:
             OSError: there is no descriptor left for the worker's pipes.
         """
         self._schedule = self._schedule.replace_worker(is_promoted=False)
-        if self._connection is None:
+        connection, own = self._connection, self._own
+        if connection is None:
             return None
-        if is_urgent and self._own is not None:
-            self._own.restore_priority()
-        child = await self._connection.fork(host.command, host.environment, settings, descriptors)
+        if is_urgent and own is not None:
+            own.restore_priority()
+        child = await connection.fork(host.command, host.environment, settings, descriptors)
         if child is None:
-            self._log.record(EventKind.WORKER_NOT_FORKED, why=self._connection.refusal)
-            if self._own is not None:
-                await self._own.close()  # it would refuse the next one, too
+            self._log.record(EventKind.WORKER_NOT_FORKED, why=connection.refusal)
+            if own is not None and own is self._own:  # else another one has taken its place meanwhile
+                self._own = None
+                await own.close()  # it would refuse the next one, too
         else:
             self._schedule = self._schedule.replace_worker(is_promoted=True)
         return child
@@ -120,29 +122,26 @@ class HostZygote:
         """Start the zygote of the first worker, which waits for it."""
         try:
             self._own = self._start(None)
+            self._ask(self._own, num_modules=0)
         except OSError as error:  # no descriptor, process or memory left: perhaps later
             self._record_failure(f"it could not be started: {error}", is_killed=True)
-        else:
-            self._ask(self._own, num_modules=0)
 
     async def _replace(self, imports: ImportsReported) -> None:
         """Start a zygote that imports these modules, and ask it once it is ready."""
         try:
-            process = self._importing = self._start(imports)
-            obstacle = await process.wait_ready()
+            self._importing = self._start(imports)
+            if obstacle := await self._importing.wait_ready():
+                self._record_failure(obstacle, is_killed=self._importing.was_killed)
+            else:
+                self._ask(self._importing, num_modules=len(imports.modules))
+                self._own, self._importing = self._importing, self._own
         except OSError as error:
             self._record_failure(f"it could not be started: {error}", is_killed=True)
-        else:
-            if obstacle:
-                self._record_failure(obstacle, is_killed=process.was_killed)
-                await process.close()
-            else:
-                self._ask(process, num_modules=len(imports.modules))
-                if self._own is not None:
-                    await self._own.close()  # workers that were forked from it live on
-                self._own = process
         finally:
-            self._starting = self._importing = None
+            # The one that is not asked, or no more: workers that were forked from it live on.
+            not_asked, self._starting, self._importing = self._importing, None, None
+            if not_asked is not None:
+                await not_asked.close()
 
     def _start(self, imports: ImportsReported | None) -> ZygoteProcess:
         # With the worker's environment at its imports, since libraries read settings there when they are imported; the

@@ -26,7 +26,6 @@ from typing import Final
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline_schedule.makespan import MachineTeam, divide_work
 from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
-from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import HostUse, PlanConstraints, PlanRequest, make_request
 from resilient_jax.planning.program_cost import ProgramCost
@@ -154,7 +153,7 @@ def _search_parts(
             )
             for devices, hosts in parts.items()
         ]
-    except PlanError:
+    except CallerError:  # no plan fits, or no tensor of the program can be divided so
         return []
 
 

@@ -86,7 +86,10 @@ def _price_gather(
     last = groups[num_groups - 1] if num_groups else ReturnGroup(prices.seconds[TimedChange.RETURN], 0, 0)
     present = admission.training + admission.joining
     wait = Phase(pause_s=0.0, speed=admission.training / places, training_s=last.return_s)
-    joined = Phase(pause_s=join_s, speed=min(present + last.hosts, places) / places)
+    # Programs of new axes are prepared meanwhile.
+    is_new = admission.plan is not None and admission.has_new_axes
+    unprepared_s = max(admission.plan.prepare_s - last.return_s, 0.0) if admission.plan and is_new else 0.0
+    joined = Phase(pause_s=join_s + unprepared_s, speed=min(present + last.hosts, places) / places)
     # From the join on, which is so long after the choice.
     later = [one._replace(return_s=max(one.return_s - last.return_s, 0.0)) for one in groups[num_groups:]]
     phases = (wait, *list_phases(joined, present, later, join_s=join_s, places=places))

@@ -9,6 +9,7 @@ nothing is asked at the moment, or waits for one.
 import _thread
 import collections
 import contextlib
+import errno
 import logging
 import select
 import socket
@@ -56,6 +57,7 @@ class Visit:
         self.is_known = self.is_inside = self.is_idle = False
         self._owner = owner
         self._poll: select.poll | None = None
+        self._has_asked = False
 
     def let_in(self) -> None:
         """Give the connection, whose peer has proved itself, a place among those of peers, once there is one.
@@ -74,11 +76,13 @@ class Visit:
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self.connection, select.POLLIN)
-        self._owner.mark_idle(self, is_idle=True)
+        # Who has just come will ask in a moment, and would take its end for that of this process.
+        self._owner.mark_idle(self, is_idle=self._has_asked)
         # What TLS has decrypted already the kernel does not have.
         is_pending = isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
         if not is_pending and not self._poll.poll(timeout_s * 1000):
             raise PeerUnreachable(f"{self.peer} asks nothing for {timeout_s:g} s")
+        self._has_asked = True
         self._owner.mark_idle(self, is_idle=False)
 
 
@@ -103,7 +107,7 @@ class IncomingConnections:
 
         Raises:
             ConfigError: a TLS file cannot be read.
-            OSError: the address is not of this machine.
+            OSError: the address is not of this machine, or no thread is left.
         """
         self._serve = serve
         self._name = name
@@ -120,12 +124,15 @@ class IncomingConnections:
         try:
             self._listener.bind((host.strip("[]"), 0))
             self._listener.listen(MAX_CONNECTIONS)
+            self.port: int = self._listener.getsockname()[1]
+            self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+            self._accepting.start()
         except OSError:
             self._listener.close()
             raise
-        self.port: int = self._listener.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
-        self._accepting.start()
+        except RuntimeError as error:
+            self._listener.close()
+            raise OSError(errno.EAGAIN, f"no thread for {name}: {error}") from error
 
     def __len__(self) -> int:
         """Return how many connections there are, of peers and of strangers."""

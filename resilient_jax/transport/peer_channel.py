@@ -112,9 +112,8 @@ class PeerChannel:
         was_idle = connection is not None
         while True:
             if connection is None:
-                connection = self._connector.connect(
-                    time.monotonic() + min(CONNECT_TIMEOUT_S, timeout_s), self._sockets
-                )
+                connect_until_s = min(time.monotonic() + CONNECT_TIMEOUT_S, deadline_s)
+                connection = self._connector.connect(connect_until_s, self._sockets)
             is_complete = False
             try:
                 try:

@@ -150,8 +150,12 @@ class PeerConnector:
             connection.connect(socket_address)
             if self._tls is not None:
                 plain = connection
-                connection = self._tls.get().wrap_socket(plain, server_hostname=self._server_name or host)
-                sockets.add(connection, replacing=plain)
+                secured = connection = self._tls.get().wrap_socket(
+                    plain, server_hostname=self._server_name or host, do_handshake_on_connect=False
+                )
+                sockets.add(secured, replacing=plain)  # so that it is woken also while it shakes hands
+                secured.settimeout(max(0.001, deadline_s - time.monotonic()))
+                secured.do_handshake()
             configure_socket(connection)
             return connection
         except BaseException:

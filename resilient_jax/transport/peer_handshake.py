@@ -6,7 +6,7 @@ Rules of a connection:
    answers with a proof of its own, or with a refusal. The token itself is not sent.
 2. A server proves itself only at an address of its machine, or on loopback, as in `call_proofs`: else an impostor could
    pass on the proofs of a server to which it is connected itself. Under TLS certificates have names instead.
-3. Then the connection is the service's: `call_service` or the mail of `mail_protocol`.
+3. Then the connection is the service's: calls (`peer_calls`) or the mail of `mail_protocol`.
 4. A side that receives anything else closes the connection.
 
 Signatures are HMAC-SHA256 (RFC 2104).
@@ -90,6 +90,10 @@ def introduce(connection: socket.socket, token: Token, hello: PeerHello, deadlin
     send_all(connection, own, deadline_s)
     where = f"{hello.service} at {hello.address}"
     challenge = decode_message(_CHALLENGE, receive_frame(connection, deadline_s), where)
+    if len(challenge.nonce) != NONCE_BYTES:
+        raise MessageError(
+            f"{where} sends a nonce of {len(challenge.nonce)} bytes, expected {NONCE_BYTES}: it is no peer of ours"
+        )
     proof = token.sign(hello.signed_text(own, challenge.nonce))
     send_frame(connection, msgspec.structs.replace(hello, proof=proof), deadline_s)
     answer = decode_message(_ANSWER, receive_frame(connection, deadline_s), where)

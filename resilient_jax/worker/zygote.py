@@ -119,15 +119,17 @@ class Zygote:
         self._obstacle = (
             self._obstacle or _find_module_beside(folder) or _find_own_module(before) or _find_thread()
         )
+        if not self._obstacle and (late := sorted(LATE_VARIABLES & self._changes.keys())):
+            names = ", ".join(map(os.fsdecode, late))
+            self._obstacle = f"the imports have set {names}, of which each worker needs its own"
         if not self._obstacle and _count_descriptors() > files:
             self._obstacle = "the imports have opened files, which a worker would share with others"
         gc.collect()
         gc.freeze()  # workers share the memory of what is never collected
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the parents of workers
-        if self._order.imports is not None:
-            # An agent has it import at the lowest priority, beside a worker that trains; now it must answer soon.
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        # An agent has it import at the lowest priority, beside workers that train; now it must answer soon.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         with contextlib.suppress(OSError):  # the owner is gone, as `serve` sees
             self._owner.send(ZygoteReady(failed_imports=num_failed, obstacle=self._obstacle))
 
