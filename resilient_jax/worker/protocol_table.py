@@ -135,12 +135,14 @@ ORDER_EFFECTS: Final = (
     ),
     OrderEffect(order=RunToBoundary, states=ALIVE, effect="boundary; the limit does not count any more"),
     OrderEffect(
-        order=HoldTraining, states=(WorkerState.PREPARING,), effect="a kept `FormWorld` is void; goes on"
+        order=HoldTraining,
+        states=(WorkerState.PREPARING,),
+        effect="the store is lost: a kept `FormWorld` is void; goes on",
     ),
     OrderEffect(
         order=HoldTraining,
         states=tuple(state for state in ALIVE if state is not WorkerState.PREPARING),
-        effect="a kept `FormWorld` is void",
+        effect="the store is lost: a kept `FormWorld` is void",
         interrupts=True,
     ),
     OrderEffect(order=SnapshotServerReady, states=ALIVE, effect="the endpoint is known"),
