@@ -296,10 +296,11 @@ def make_phases() -> str:
                 for move in PHASE_MOVES
             ),
         ),
-        "A death leads through `quiesce` (steps 3 to 5 of the walk), `form` (6) and `active` (7, 8), all under one number. "
-        "The return (9) leads through `pause`, `boundary` and `form` to `active`, under the next one.",
+        "A death leads through `quiesce` (steps 3 to 5 of the walk), `form` (6) and `active` (7, 8), all under one "
+        "number. The return (9) leads through `pause`, `boundary` and `form` to `active`, under the next one.",
         "## What an agent orders\n\nA worker is *seated* if it is a member; a *newcomer* if it was given a seat of the "
-        "world in which others train; else an *outsider*. A host that reads an older generation than the newest it knows refuses it. Once "
+        "world in which others train; else an *outsider*. A host that reads an older "
+        "generation than the newest it knows refuses it. Once "
         "all are in a new world, services of older worlds stop.",
         find_table(generation_orders),
         "A standby with a seat, beside a worker that trains:",
