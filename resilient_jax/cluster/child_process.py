@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from resilient_jax.notices import NOTICE_SIGNALS, blocked_notices
 
@@ -58,6 +58,22 @@ def bind_to_this_process(command: Sequence[str], ignored: Sequence[signal.Signal
     """
     numbers = " ".join(str(int(number)) for number in ignored)
     return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), numbers, *command]
+
+
+STOPPED: Final = "T"
+"""The state of a process that got SIGSTOP; one that a debugger has stopped has another."""
+ENDED: Final = "Z"
+"""The state of a process whose end its parent has not noted."""
+
+
+def read_process_state(pid: int) -> str:
+    """Return the letter that the kernel has for the state of a process, as `ps` shows it; empty: there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # The last parenthesis: the process's name, which stands in parentheses, may contain some itself.
+    return stat.rpartition(")")[2].split()[0]
 
 
 class ChildProcess(abc.ABC):
@@ -131,13 +147,8 @@ class ChildProcess(abc.ABC):
             exited.cancel()
 
     def is_stopped(self) -> bool:
-        """Return whether the process got SIGSTOP (a debugger's stop is another state and does not count)."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        # The last parenthesis: the process's name, which stands in parentheses, may contain some itself.
-        return stat.rpartition(")")[2].split()[0] == "T"
+        """Return whether the process got SIGSTOP."""
+        return read_process_state(self.pid) == STOPPED
 
     def close_pipes(self) -> None:
         """Close what the caller has of the process's output, which it does not read to the end."""

@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import IO
 
-from resilient_jax.cluster.child_process import ChildProcess
+from resilient_jax.cluster.child_process import ENDED, STOPPED, ChildProcess, read_process_state
 from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.worker_messages import WorkerSettings
 from resilient_jax.protocol.zygote_messages import (
@@ -35,7 +35,7 @@ class ForkedProcess(ChildProcess):
 
     def __init__(
         self,
-        pid: int,
+        forked: WorkerForked,
         stdout: IO[bytes],
         stderr: IO[bytes],
         parent: AnswerConnection,
@@ -48,7 +48,7 @@ class ForkedProcess(ChildProcess):
             messages: messages of the parent that have not been read.
         """
         super().__init__(stdout, stderr)
-        self._pid = pid
+        self._pid, self._parent_pid = forked.pid, forked.parent
         self._exit_code: int | None = None
         self._listening = asyncio.get_running_loop().create_task(self._listen(parent, messages))
 
@@ -61,6 +61,17 @@ class ForkedProcess(ChildProcess):
     def exit_code(self) -> int | None:
         """The exit code; negative for a signal, None while the process runs."""
         return self._exit_code
+
+    def is_stopped(self) -> bool:
+        """Return whether the process got SIGSTOP, or has ended and its parent, which is stopped, does not report it."""
+        return read_process_state(self._pid) in (STOPPED, ENDED)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and to what is left of its process group, and to a parent that is stopped."""
+        super().kill()
+        if self._exit_code is None and read_process_state(self._parent_pid) == STOPPED:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._parent_pid, signal.SIGKILL)
 
     async def _listen(self, parent: AnswerConnection, messages: AsyncIterator[ZygoteAnswer]) -> None:
         # Also when the agent ends and cancels this: then the parent ends the worker.
@@ -124,7 +135,7 @@ class ZygoteConnection:
                 return None
             self.num_modules, self.refusal = answer.num_modules, ""
             unless_forked.pop_all()
-            return ForkedProcess(answer.pid, stdout, stderr, parent, messages)
+            return ForkedProcess(answer, stdout, stderr, parent, messages)
 
     def close(self) -> None:
         """Close the connection."""

@@ -67,10 +67,12 @@ class WorkerForked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The worker runs.
 
     Attributes:
+        parent: process that reports the worker's end.
         num_modules: modules that the worker has imported already.
     """
 
     pid: int
+    parent: int
     num_modules: int
 
 

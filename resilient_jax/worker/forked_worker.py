@@ -84,7 +84,7 @@ def _watch_worker(
         for descriptor in descriptors:
             os.close(descriptor)  # of the worker: its death closes them
         _libc.prctl(PR_SET_NAME, PARENT_NAME)
-        agent.send(WorkerForked(pid=pid, num_modules=num_modules))
+        agent.send(WorkerForked(pid=pid, parent=os.getpid(), num_modules=num_modules))
         process = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(process, select.POLLIN)

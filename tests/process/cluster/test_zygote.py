@@ -244,7 +244,7 @@ def test_a_worker_whose_end_comes_with_the_answer_has_ended() -> None:
     async def check(connection: ZygoteConnection, zygote: socket.socket) -> None:
         starting = asyncio.create_task(order(connection))
         with await receive_order(zygote) as parent, running_process() as process:
-            forked = encode_message(WorkerForked(pid=process.pid, num_modules=1))
+            forked = encode_message(WorkerForked(pid=process.pid, parent=os.getpid(), num_modules=1))
             parent.sendall(forked + encode_message(WorkerEnded(exit_code=3)))
             worker = await starting
             assert worker is not None
@@ -259,7 +259,7 @@ def test_a_worker_whose_parent_ends_with_the_answer_has_ended() -> None:
         starting = asyncio.create_task(order(connection))
         parent = await receive_order(zygote)
         with running_process() as process:
-            parent.sendall(encode_message(WorkerForked(pid=process.pid, num_modules=1)))
+            parent.sendall(encode_message(WorkerForked(pid=process.pid, parent=os.getpid(), num_modules=1)))
             parent.close()
             worker = await starting
             assert worker is not None
@@ -274,7 +274,9 @@ def test_a_zygote_that_does_not_answer_costs_no_worker_that_runs(monkeypatch: py
         with running_process() as process:
             starting = asyncio.create_task(order(connection))
             with await receive_order(zygote) as parent:
-                parent.sendall(encode_message(WorkerForked(pid=process.pid, num_modules=1)))
+                parent.sendall(
+                    encode_message(WorkerForked(pid=process.pid, parent=os.getpid(), num_modules=1))
+                )
                 worker = await starting
                 assert worker is not None
                 monkeypatch.setattr(zygote_connection, "ANSWER_TIMEOUT_S", 0.05)
@@ -353,6 +355,23 @@ def test_workers_end_with_their_parents(tmp_path: Path) -> None:
         os.kill(psutil.Process(worker.pid).ppid(), signal.SIGKILL)
         assert await worker.wait_exited() == -signal.SIGKILL
         await asyncio.to_thread(wait_gone, worker.pid)
+
+    on_machine(tmp_path, check)
+
+
+def test_a_worker_whose_parent_is_stopped_has_an_end(tmp_path: Path) -> None:
+    """Nobody reports it: the agent sees a process that has ended, takes it for a stopped one, and ends the parent."""
+
+    async def check(machine: Machine) -> None:
+        worker = await fork(machine, "wait")
+        await read(worker)
+        parent = psutil.Process(worker.pid).ppid()
+        os.kill(parent, signal.SIGSTOP)
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, "an end that nobody reports", worker.is_stopped)
+        assert worker.exit_code is None
+        assert await worker.kill_and_wait() == -signal.SIGKILL
+        await asyncio.to_thread(wait_gone, parent)
 
     on_machine(tmp_path, check)
 
