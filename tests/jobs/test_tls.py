@@ -13,6 +13,7 @@ from resilient_jax.transport.credentials import TOKEN_VARIABLE
 from tests.support.agents import TOKEN, HandStartedAgent, free_port, run_command
 from tests.support.authority import Authority
 from tests.support.patience import wait_until
+from tests.support.process_ends import read_name
 from tests.support.tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, newest_step, read_logs
 
 ADDRESSES = {"host-0": "127.0.2.2", "host-1": "127.0.2.3"}
@@ -45,7 +46,7 @@ def renew(old: Authority, new: Authority, folders: dict[str, Path]) -> None:
 
 def worker_of(agent: HandStartedAgent) -> psutil.Process:
     children = psutil.Process(agent.process.pid).children(recursive=True)
-    (found,) = [child for child in children if str(SCRIPT) in child.cmdline()]
+    (found,) = [child for child in children if read_name(child.pid) == SCRIPT.name]
     return found
 
 
