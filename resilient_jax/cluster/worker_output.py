@@ -33,8 +33,9 @@ ERROR_LINES = 400
 Flax and JAX with its causes has more than a hundred lines."""
 LAST_LINES = 10
 """How much is shown of a standard error without a traceback."""
-HOLD_S = 3.0
-"""How long a traceback is held back: a script that ends with it has ended by then, or has reported its failure."""
+HOLD_S = 10.0
+"""How long a traceback is held back: a script that ends with it has ended by then, also on a busy machine, or has
+reported its failure."""
 
 
 class WorkerOutput:
