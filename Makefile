@@ -25,7 +25,7 @@ bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a lin
 # What each tier is, and where a new test goes: tests/README.md. Python keeps the bytecode it compiles, because a test
 # starts many processes.
 RUN := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run.py
-test: $(VENV)/.installed-dev ## the tests, 20 minutes on two cores: no JAX, JAX, processes, four jobs
+test: $(VENV)/.installed-dev ## the tests, 15 minutes on two cores: no JAX, JAX, processes, four jobs
 	$(RUN) --said-by "make $@" pure jax process smoke
 
 test-jobs: $(VENV)/.installed-dev ## real jobs broken in each way, 40 minutes on two cores
