@@ -13,7 +13,7 @@ not of a generation that is void; a *newcomer* if it was given a seat; else an *
 | FORM       | `FormWorld`         | `Quiesce` if it idles  | `Quiesce`; if the host leaves, it leaves |
 | ACTIVE     | other services stop | `TakeSeat`             | `Quiesce`; if the host leaves, it leaves |
 
-What it means for a standby that is a worker is in `standby_orders`.
+What it means for a standby is in `standby_orders`.
 
 Rules:
 - The end of a job that was interrupted before this host first registered is past: the job begins anew with it.
@@ -225,7 +225,7 @@ def handle(
 
     Args:
         worker: newest worker of this host; None before the first.
-        standby: standby of the kind `seat`; None: there is none.
+        standby: the standby of this host; None: there is none.
         now_s: monotonic time in seconds.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The standby of the kind `seat`: a complete second worker in a spare seat of the world, without work.
+"""The standby: a complete second worker in a spare seat of the world, without work.
 
 It has run the script up to `rj.run`, and then what a worker that returns does before it joins: it has connected to the
 world, loaded its programs and rehearsed a step. `standby_orders` says what it is ordered, and when it takes over. Then
