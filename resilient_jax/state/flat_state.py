@@ -191,12 +191,29 @@ def copy_to_host(state: FlatState) -> FlatState:
     Raises:
         StateError: a leaf is sharded over several hosts, so that no host can copy all of it.
     """
-    return dataclasses.replace(
-        state,
-        leaves=tuple(
-            dataclasses.replace(leaf, value=copy_leaf(leaf), raveled_shape=None) for leaf in state.leaves
-        ),
-    )
+    return dataclasses.replace(state, leaves=tuple(map(_copy_to_host, state.leaves)))
+
+
+def copy_whole_to_host(state: FlatState) -> FlatState:
+    """Return the state with those leaves copied to host memory of which this host has all."""
+    leaves = [
+        leaf if isinstance(leaf.value, jax.Array) and not _is_whole_here(leaf.value) else _copy_to_host(leaf)
+        for leaf in state.leaves
+    ]
+    return dataclasses.replace(state, leaves=tuple(leaves))
+
+
+def is_in_shards(array: jax.Array) -> bool:
+    """Return whether an array is sharded over hosts, none of which has all of it."""
+    return not array.is_fully_addressable and not array.is_fully_replicated
+
+
+def _is_whole_here(array: jax.Array) -> bool:
+    return array.is_fully_addressable or (array.is_fully_replicated and bool(array.addressable_shards))
+
+
+def _copy_to_host(leaf: FlatLeaf) -> FlatLeaf:
+    return dataclasses.replace(leaf, value=copy_leaf(leaf), raveled_shape=None)
 
 
 def copy_leaf(leaf: FlatLeaf) -> np.ndarray:
@@ -221,7 +238,7 @@ def copy_array(path: str, value: jax.Array | np.ndarray) -> np.ndarray:
         return value
     if value.is_fully_addressable:
         return np.array(value)
-    if value.is_fully_replicated and value.addressable_shards:
+    if _is_whole_here(value):
         return np.array(value.addressable_data(0))
     return assemble_array(path, value)
 

@@ -15,7 +15,7 @@ from resilient_jax.state.flat_state import (
     FlatState,
     ShardingRule,
     copy_leaf,
-    copy_to_host,
+    copy_whole_to_host,
     flatten_state,
     flatten_strings,
     make_abstract_state,
@@ -66,7 +66,7 @@ def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
     ones, and that would be part of the stall after the first failure.
     """
     abstract = make_abstract_state(lambda: tree)
-    return _restore(abstract, copy_to_host(flatten_state(0, tree)), sharding, is_initial=True)
+    return _restore(abstract, copy_whole_to_host(flatten_state(0, tree)), sharding, is_initial=True)
 
 
 def place_placeholder_state(abstract: Tree, sharding: ShardingRule | None) -> Tree:

@@ -34,6 +34,7 @@ class AccumulationCall:
         like: shapes and dtypes of the total.
         lone_microbatch: shapes, dtypes and shardings of a microbatch, where this host has added none to another; else
             None.
+        has_shards: whether the total is in shards on the hosts of a replica. Then nothing is compiled ahead.
     """
 
     devices: Sequence[Device]
@@ -43,9 +44,12 @@ class AccumulationCall:
     replica_shape: ReplicaShape
     like: Any
     lone_microbatch: Any = None
+    has_shards: bool = False
 
     def list_jobs(self) -> Iterator[CompilationJob]:
         """Yield the jobs for the worlds that are likely next, the likeliest first."""
+        if self.has_shards:
+            return
         worlds = list_likely_worlds(self.devices, self.spare_devices, self.process_index)
         for number, devices in enumerate(worlds):
             # Here, and not on the thread that compiles: the members may change while it does, and with them what JAX

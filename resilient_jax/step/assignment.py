@@ -184,11 +184,13 @@ class ReplicaShape:
             CallerError: `axes` do not multiply to that number.
         """
         axes = dict(self.axes) or {DATA_AXIS: num_devices}
-        if math.prod(axes.values()) != num_devices or next(iter(axes.values())) % self.hosts:
+        # Hosts have runs of examples each, or several the same one.
+        first = next(iter(axes.values()))
+        if math.prod(axes.values()) != num_devices or (first % self.hosts and self.hosts % first):
             raise CallerError(
                 f"replicas: found axes {axes} for a replica of {num_devices} devices on {self.hosts} hosts, expected "
                 "sizes that multiply to its devices, and a first one, over which examples are sharded, that its hosts "
-                f"divide. {AFTER_LOSS}"
+                f"divide, or that divides them. {AFTER_LOSS}"
             )
         return axes
 
@@ -284,6 +286,15 @@ def locate_replicas(
     rest = [host for block in by_block.values() if len(block) < shape.hosts for host in block]
     regrouped = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
     return tuple(ReplicaLocation(hosts, 0, width) for hosts in sorted([*intact, *regrouped]))
+
+
+def list_holders(locations: Sequence[ReplicaLocation]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each rank in a replica, the indexes of the hosts with that rank, ascending.
+
+    Where a replica's program is in shards over its hosts, those with the same rank have the same shards.
+    """
+    by_rank = zip(*[location.host_indexes for location in locations], strict=True)
+    return tuple(tuple(sorted(hosts)) for hosts in by_rank)
 
 
 def _locate_by_devices(shape: ReplicaShape, device_counts: Sequence[int]) -> Iterator[ReplicaLocation]:

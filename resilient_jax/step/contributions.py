@@ -34,8 +34,8 @@ class Contribution:
         microbatches: the indexes of those that are in it.
         exponents: int32[leaves in fixed point] for each microbatch, in any order.
         is_started: whether `total` is a total.
-        is_counted: whether this host brings the part into the sum. All hosts of a replica have the same total, and the
-            first host counts; the others keep theirs in case that the first dies.
+        is_counted: whether this host brings the part into the sum. Where all hosts of a replica have the same total,
+            the first host counts; the others keep theirs in case that the first dies.
     """
 
     total: Tree
@@ -53,12 +53,14 @@ class Contributions:
         spec: what is accumulated; parts of another accumulation, or of another step, cannot be added to these.
         parts: by number: those of the present generation's replicas, and earlier ones. No two have the same microbatch.
         replica_shape: the shape of the replicas that have computed them.
+        rank: number of this host among those of its replica, where totals are in shards; see `SumLayout`.
         limits: int32[leaves in fixed point]; None while they are not known. Without them no part is a total.
     """
 
     spec: AccumulationSpec
     parts: dict[int, Contribution] = dataclasses.field(default_factory=dict)
     replica_shape: ReplicaShape = dataclasses.field(default_factory=ReplicaShape)
+    rank: int | None = 0
     limits: np.ndarray | None = None
     _waiting_numbers: Iterator[int] = dataclasses.field(
         default_factory=lambda: itertools.count(-1, -1), init=False, repr=False, compare=False
@@ -133,11 +135,17 @@ class Contributions:
             }
         )
 
-    def move_to_devices(self, like: Tree, replica_shape: ReplicaShape) -> None:
+    def move_to_devices(
+        self, like: Tree, replica_shape: ReplicaShape, rank: int | None, *, in_shards: bool
+    ) -> None:
         """Move these to the devices of `like`, whose tree is a prefix of theirs, for replicas of a shape.
 
-        Totals in host memory, and those of replicas of another shape, get the shardings of the leaves of `like`.
+        Totals in host memory, and those of replicas of another shape, get the shardings of the leaves of `like`. Those
+        in shards are dropped if this host is to have others.
         """
+        if in_shards and (replica_shape, rank) != (self.replica_shape, self.rank):
+            self.clear()
+        self.rank = rank
         for number, part in self.parts.items():
             is_here = not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(part.total))
             if not is_here or replica_shape != self.replica_shape:

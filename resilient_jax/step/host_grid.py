@@ -7,7 +7,7 @@ Two small programs on this host's devices: *pack* concatenates leaves of one dty
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,15 +29,20 @@ class HostGrid:
 
     Each host gives the same number of devices, its first ones: as many as the host with the fewest devices has.
 
+    Leaves are replicated over a host's row; or, `in_shards`, sharded along dim 0 over its devices, each of which then
+    packs its own shards, so that no device has those of another.
+
     Attributes:
         mesh: all rows, with the axes (HOST_AXIS, LOCAL_AXIS).
         local_mesh: this host's row, with the axis LOCAL_AXIS.
         num_hosts: the number of rows.
         host_index: position of this host's row.
         device_counts: for each host the number of all its devices, in its row or not.
+        in_shards: how leaves are on a host's row, see above.
     """
 
-    def __init__(self, devices: Sequence[Device], process_index: int) -> None:
+    def __init__(self, devices: Sequence[Device], process_index: int, *, in_shards: bool = False) -> None:
+        self.in_shards = in_shards
         by_host: dict[int, list[Device]] = {}
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
@@ -55,31 +60,36 @@ class HostGrid:
 
         Sharded over hosts and over a host's devices; n is padded to a multiple of the latter.
         """
-        everywhere = NamedSharding(self.local_mesh, P())
         # Replicated first: then each device cuts its own run of the vector, and nothing moves between devices.
-        packed = _pack(self.local_mesh)([jax.device_put(leaf, everywhere) for leaf in leaves])
+        placed = [jax.device_put(leaf, self.leaf_sharding) for leaf in leaves]
+        packed = _choose_pack(self)(placed)
         return jax.make_array_from_single_device_arrays(
             (self.num_hosts, packed.shape[1]),
             NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS)),
             [shard.data for shard in packed.addressable_shards],
         )
 
+    @property
+    def leaf_sharding(self) -> NamedSharding:
+        """How leaves are on this host's row."""
+        return NamedSharding(self.local_mesh, P(LOCAL_AXIS) if self.in_shards else P())
+
     def compile_pack(self, leaves: Sequence[Any]) -> None:
         """Compile what `pack` calls for leaves of these shapes and one dtype."""
-        everywhere, dtype = NamedSharding(self.local_mesh, P()), jnp.result_type(leaves[0])
-        _pack(self.local_mesh).lower(
-            [jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, sharding=everywhere) for leaf in leaves]
+        dtype = jnp.result_type(leaves[0])
+        _choose_pack(self).lower(
+            [jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, sharding=self.leaf_sharding) for leaf in leaves]
         ).compile()
 
     def compile_unpack(self, leaves: Sequence[Any]) -> None:
         """Compile what `unpack` calls for leaves of these shapes and one dtype."""
         shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-        _unpack(self.local_mesh, shapes).lower(self.abstract_local(leaves)).compile()
+        make_reader(self, shapes, list).lower(self.abstract_local(leaves)).compile()
 
     def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of what `pack` returns for leaves of these shapes."""
         size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
-        # Padded as `_pack` pads: else another program is compiled ahead than is called.
+        # Padded as `_pack` pads (shards need none): else another program is compiled ahead than is called.
         padded = size + -size % self.local_mesh.size
         return jax.ShapeDtypeStruct(
             (self.num_hosts, padded),
@@ -102,7 +112,7 @@ class HostGrid:
         return a state of another sharding, and every program of the step would be compiled again for it.
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
-        found = _unpack(self.local_mesh, shapes)(flat)
+        found = make_reader(self, shapes, list)(flat)
         return [reshard_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
 
     def gather(self, rows: jax.Array) -> jax.Array:
@@ -184,6 +194,18 @@ def reshard_like(origin: object, total: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, copies)
 
 
+def stack_shards(leaf: jax.Array, local: Mesh) -> jax.Array:
+    """Return this host's shards of a leaf, in the order of its devices, as one array that is sharded along dim 0.
+
+    Nothing moves.
+    """
+    by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+    shards = [by_device[device] for device in local.devices.flat]
+    first, *others = shards[0].shape
+    sharding = NamedSharding(local, P(LOCAL_AXIS))
+    return jax.make_array_from_single_device_arrays((len(shards) * first, *others), sharding, shards)
+
+
 def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL_AXIS)))
     # An identity whose result is replicated over hosts: the compiler makes one all-gather of it.
@@ -194,6 +216,28 @@ def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
 
 
 _gather = functools.lru_cache(MAX_GRIDS)(_make_gather)
+
+
+def _choose_pack(grid: HostGrid) -> Any:  # noqa: ANN401 - a jitted function
+    return (pack_shards if grid.in_shards else _pack)(grid.local_mesh)
+
+
+@functools.cache
+def pack_shards(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+    """Return a program that concatenates each device's shards, without communication: [1, n] of this host's row."""
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=local.abstract_mesh,  # else its trace would refer to the devices
+        in_specs=P(LOCAL_AXIS),
+        out_specs=P(None, LOCAL_AXIS),
+        check_vma=False,
+    )
+    def pack(shards: list[jax.Array]) -> jax.Array:
+        return jnp.concatenate([shard.reshape(-1) for shard in shards])[None]
+
+    return pack
 
 
 @functools.cache
@@ -218,18 +262,49 @@ def _join(local: Mesh, size: int) -> Any:  # noqa: ANN401 - a jitted function
     return join
 
 
-@functools.cache
-def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    """Restore the leaves; independent of other hosts, so that a change of their number compiles nothing again."""
+def make_reader(
+    grid: HostGrid, shapes: tuple[tuple[int, ...], ...], read: Callable[..., list[jax.Array]]
+) -> Any:  # noqa: ANN401 - a jitted function
+    """Return a program that cuts the leaves out of a vector [n], sharded over a host's row, and reads them.
 
+    It is independent of other hosts, so that a change of their number compiles nothing again.
+
+    Args:
+        read: makes the results of the list of leaves, and of what else the program is called with; a function of a
+            module, or one that is kept, since programs are cached by it.
+    """
+    return _make_reader(grid.local_mesh, shapes, read, grid.in_shards)
+
+
+@functools.cache
+def _make_reader(
+    local: Mesh,
+    shapes: tuple[tuple[int, ...], ...],
+    read: Callable[..., list[jax.Array]],
+    in_shards: bool,
+) -> Any:  # noqa: ANN401 - a jitted function
+    if in_shards:
+        own = tuple((shape[0] // local.size, *shape[1:]) for shape in shapes)
+
+        @jax.jit
+        def read_shards(flat: jax.Array, *others: Any) -> list[jax.Array]:  # noqa: ANN401 - arrays
+            return jax.shard_map(
+                lambda part, *others: read(cut_vector(part, own), *others),
+                mesh=local.abstract_mesh,  # else its trace would refer to the devices
+                in_specs=(P(LOCAL_AXIS), *[P()] * len(others)),
+                out_specs=P(LOCAL_AXIS),
+                check_vma=False,
+            )(flat, *others)
+
+        return read_shards
     everywhere = NamedSharding(local, P())
 
     @functools.partial(jax.jit, out_shardings=everywhere)
-    def unpack(flat: jax.Array) -> list[jax.Array]:
+    def read_whole(flat: jax.Array, *others: Any) -> list[jax.Array]:  # noqa: ANN401 - arrays
         flat = jax.lax.with_sharding_constraint(flat, everywhere)  # once, and not for each leaf
-        return cut_vector(flat, shapes)
+        return read(cut_vector(flat, shapes), *others)
 
-    return unpack
+    return read_whole
 
 
 def cut_vector(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
@@ -244,5 +319,5 @@ def cut_vector(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.A
 
 def clear_caches() -> None:
     """Drop every cached program and mesh, before their devices are destroyed."""
-    for cache in (_gather, _pack, _join, _unpack):
+    for cache in (_gather, _pack, pack_shards, _join, _make_reader):
         cache.cache_clear()

@@ -24,6 +24,7 @@ from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica
 from resilient_jax.step.running_total import add_to_total, compute_exponents, start_total
+from resilient_jax.step.sum_layout import SumLayout
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -121,6 +122,7 @@ class MicrobatchAccumulator:
         self,
         compute_fn: ComputeFunction[Any],
         spec: AccumulationSpec,
+        layout: SumLayout,
         data: BatchSource | None,
         hooks: StepHooks,
         turns: CompilationTurns,
@@ -128,6 +130,7 @@ class MicrobatchAccumulator:
     ) -> None:
         self._compute_fn = compute_fn
         self._spec = spec
+        self._layout = layout
         self._data = data
         self._hooks = hooks
         self._turns = turns
@@ -187,7 +190,7 @@ class MicrobatchAccumulator:
             frozenset({index}),
             (compute_exponents(self._spec, result),),
             is_started=False,
-            is_counted=_is_counted(replica),
+            is_counted=self._is_counted(replica),
         )
         jax.block_until_ready(result)  # what this takes is this host's own time; the wait is not
         exchange.wait()
@@ -221,7 +224,7 @@ class MicrobatchAccumulator:
             total,
             part.microbatches | {index},
             (*part.exponents, exponents) if limits.size else (),
-            is_counted=_is_counted(replica),
+            is_counted=self._is_counted(replica),
         )
 
     def compute_digest(self, replica: Replica, index: int) -> Digest:
@@ -254,8 +257,12 @@ class MicrobatchAccumulator:
             if replica.is_on_one_host:
                 result = self._compute_fn(microbatch)
             else:  # its programs have collectives; what comes after them must need no other host
-                result = replica.to_local(self._run_together(replica, microbatch))
+                result = self._layout.to_local(self._run_together(replica, microbatch))
         return self._corrupt(result, index)
+
+    def _is_counted(self, replica: Replica) -> bool:
+        """Return whether this host, of those of the replica, brings the replica's total into the sum."""
+        return replica.rank == 0 or self._layout.has_shards
 
     def _run_together(self, replica: Replica, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         if self.partners is None:
@@ -275,11 +282,6 @@ class MicrobatchAccumulator:
 
 def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _is_counted(replica: Replica) -> bool:
-    """Return whether this host, of those of the replica, brings the replica's total into the sum."""
-    return replica.data_shard[0] == 0
 
 
 def _replace_by_nan(leaf: jax.Array) -> jax.Array:

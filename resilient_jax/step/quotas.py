@@ -40,3 +40,29 @@ def accept_disjoint_claims(claims: np.ndarray) -> np.ndarray:
             if not accepted[:, has].any():
                 accepted[host, has] = total
     return accepted
+
+
+def accept_complete_claims(claims: np.ndarray, holders: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the accepted claims of hosts that each have some shards of a total; 0 in place of the others.
+
+    A microbatch counts if for each group of shards a host's claim to it is accepted. A total with one that does not
+    count is refused, since it cannot be taken apart.
+
+    Args:
+        claims: int[hosts, microbatches], see `accept_disjoint_claims`.
+        holders: for each group of shards the hosts that have it. Claims of hosts without any are refused.
+    """
+    left = claims.copy()
+    while True:
+        accepted = np.zeros_like(claims)
+        for hosts in holders:
+            accepted[list(hosts)] = accept_disjoint_claims(left[list(hosts)])
+        is_complete = np.all([accepted[list(hosts)].any(axis=0) for hosts in holders], axis=0)
+        # The totals with a microbatch of which other shards are missing, by host.
+        refused = [
+            (host, total) for host, total in zip(*np.nonzero(accepted), strict=True) if not is_complete[total]
+        ]
+        if not refused:
+            return accepted
+        for host, index in refused:
+            left[host, accepted[host] == accepted[host, index]] = 0

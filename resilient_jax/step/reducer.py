@@ -13,7 +13,6 @@ A host that dies after the reduction takes nothing with it: the others have the 
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.sharding import Mesh
 
 from resilient_jax.compile.training_threads import mark_training_thread
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.host_exchange import CollectiveExchange
-from resilient_jax.ids import ProcessIndex
+from resilient_jax.ids import ProcessIndex, Seat
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.jax_runtime.live_processes import get_seat
 from resilient_jax.program_analysis.program_digest import ProgramDescription
@@ -53,7 +53,7 @@ from resilient_jax.step.claims import Claims, HostClaims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
 from resilient_jax.step.data_sample import DataSample, DigestFunction
 from resilient_jax.step.device_throttle import DeviceThrottle
-from resilient_jax.step.fixed_point_sum import FixedPointFormat, choose_limits, find_misfits
+from resilient_jax.step.fixed_point_sum import choose_limits
 from resilient_jax.step.host_grid import LiveHosts
 from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
 from resilient_jax.step.limit_exchange import LimitExchange
@@ -65,20 +65,16 @@ from resilient_jax.step.microbatch_accumulator import (
     StepHooks,
 )
 from resilient_jax.step.microbatch_program import choose_digest_function, describe_programs
-from resilient_jax.step.quotas import accept_disjoint_claims, distribute_microbatches
+from resilient_jax.step.quotas import distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replica_partners import ReplicaPartners
-from resilient_jax.step.replicas import Replica, build_replicas
+from resilient_jax.step.replicas import Replica, build_replicas, make_replica_mesh
 from resilient_jax.step.running_total import (
     NO_LIMITS,
-    list_fixed_point_paths,
-    list_formats,
-    merge_totals,
-    reshard_total,
-    start_total,
     start_total_of_hosts,
 )
 from resilient_jax.step.slow_host_watch import SlowHostWatch
+from resilient_jax.step.sum_layout import SumLayout
 from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.telemetry.worker_activity import worker_activity
 
@@ -143,6 +139,10 @@ class Reducer:
     def _live(self) -> LiveHosts:
         return LiveHosts.from_devices(self._list_devices(), self._process_index)
 
+    @functools.cached_property
+    def _seats(self) -> list[Seat]:
+        return [get_seat(devices[0]) for devices in self._live.devices_by_host]
+
     @property
     def _exchange(self) -> CollectiveExchange:
         return CollectiveExchange(self._live.host_index, len(self._live.process_indexes), self.all_reduce)
@@ -155,6 +155,10 @@ class Reducer:
         """
         return self._arrange(shape)[0]
 
+    def make_replica_mesh(self, shape: ReplicaShape) -> Mesh:
+        """Return the mesh of all replicas; see `make_replica_mesh`."""
+        return make_replica_mesh(self.locate_replicas(shape), self._live.devices_by_host, shape)
+
     def _prepare_links(self, rounds: Sequence[Pairs]) -> LinkMeasurement:
         return LinkMeasurement(self._live.grid, rounds, self._hooks.raise_if_ended)
 
@@ -166,8 +170,9 @@ class Reducer:
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             live = self._live
-            seats = [get_seat(devices[0]) for devices in live.devices_by_host]
-            locations = locate_replicas(seats, shape, [len(devices) for devices in live.devices_by_host])
+            locations = locate_replicas(
+                self._seats, shape, [len(devices) for devices in live.devices_by_host]
+            )
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
         return self._replicas[shape]
@@ -175,7 +180,7 @@ class Reducer:
     def _meet_partners(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         locations, replicas = self._arrange(shape)
         if self.partners is not None:
-            self.partners.prepare(locations, replicas, self._exchange)
+            self.partners.prepare(locations, replicas, self._seats, self._exchange)
         return locations, replicas
 
     def all_reduce(self, tree: Tree) -> Tree:
@@ -224,8 +229,9 @@ class Reducer:
         Every collective in here waits for all hosts. So a condition that leads to one depends only on what is the same
         on all hosts: the specification, what this generation has done so far, and the claims once they are exchanged.
         """
-        contributions = self._resume_contributions(spec, zeros, replica_shape)
         locations, replicas = self._meet_partners(replica_shape)
+        layout = SumLayout(spec, zeros, locations, self._live)
+        contributions = self._resume_contributions(spec, layout, replica_shape)
         # On other numbers of devices, or other axes, a program has other shapes: then hosts have none to compare.
         are_alike = len({(location.devices, location.axes) for location in locations}) == 1
         typical_replica = next(iter(replicas.values()), None) if are_alike else None
@@ -237,20 +243,19 @@ class Reducer:
                 spec,
             )
         digest_read = choose_digest_function(compute_fn, data, typical_replica, spec.num_microbatches)
-        claims = self._exchange_claims(contributions, digest_read)
+        claims = self._exchange_claims(contributions, layout, digest_read)
         if self.watch is not None:
             self.watch.look(spec, claims.watched, self._exchange, self._prepare_links)
-        formats = list_formats(spec, zeros)
-        self._resume_limits(contributions, formats, claims)
+        self._resume_limits(contributions, layout, claims)
         speeds = self._speeds.choose(spec, claims.seconds, locations)
         assignment = assign_microbatches(locations, claims.microbatches > 0, speeds)
         if data is not None:
             _announce_reads(data, spec, assignment, replicas, speeds)
         audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._exchange)
         compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
-        accumulator = MicrobatchAccumulator(compute, spec, data, self._hooks, self._turns, audits)
+        accumulator = MicrobatchAccumulator(compute, spec, layout, data, self._hooks, self._turns, audits)
         accumulator.partners = self.partners
-        agree = functools.partial(self._agree_on_limits, contributions, formats)
+        agree = functools.partial(self._agree_on_limits, contributions, layout)
         self._compute(accumulator, contributions, replicas, assignment, agree)
         # Before the reduction: a wrong total must not come into the sum.
         if audits:
@@ -259,48 +264,46 @@ class Reducer:
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
         began_s = time.monotonic()
         with worker_activity.task(WorkerTask.SUM):
-            total, misfits = self._reduce(contributions, zeros)
+            total, misfits = layout.add_up(contributions, self.partners)
             jax.block_until_ready(total)
         if self.watch is not None:
             self.watch.add_wait(spec, time.monotonic() - began_s)
         self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
-        if not misfits.any():
-            return total, []
-        return total, list(itertools.compress(list_fixed_point_paths(spec, zeros), misfits))
+        return total, misfits
 
-    def _resume_limits(
-        self, contributions: Contributions, formats: Sequence[FixedPointFormat], claims: Claims
-    ) -> None:
+    def _resume_limits(self, contributions: Contributions, layout: SumLayout, claims: Claims) -> None:
         """Give all hosts the limits before anything is computed, if hosts have brought limits or microbatch 0 along."""
         has_limits = claims.limits_digest != 0
-        if not formats:
+        if not layout.formats:
             contributions.limits = NO_LIMITS
         elif has_limits.any():
             # Totals are made with these already, the same on all hosts that have any (`Claims.drop_other_limits`). So a
             # host without, which came later or lost its own, gets them too.
             if not has_limits.all():
-                self._agree_on_limits(contributions, formats, source=int(np.argmax(has_limits)))
+                self._agree_on_limits(contributions, layout, source=int(np.argmax(has_limits)))
         elif claims.microbatches[:, FIRST_MICROBATCH].any():
             # The last generation ended between microbatch 0 and the agreement. Its host will not compute it again.
-            self._agree_on_limits(contributions, formats)
+            self._agree_on_limits(contributions, layout)
         # Else microbatch 0 is computed in this generation, and the hosts agree after it: see `_compute`.
 
     def _agree_on_limits(
-        self, contributions: Contributions, formats: Sequence[FixedPointFormat], source: int | None = None
+        self, contributions: Contributions, layout: SumLayout, source: int | None = None
     ) -> None:
-        """Give all hosts the limits that one host has, `source`, or can choose because it has microbatch 0."""
-        # One host has the limits and all others have zeros: so the sum is that host's limits, whichever host it is.
-        own_limits = np.zeros(len(formats), np.int32)
+        """Give all hosts the limits that one host has, `source`, or those of microbatch 0 where it was computed."""
+        # One host has them (of shards: one host for each rank) and all others have zeros. So the sum has them.
+        rows = layout.make_row(np.zeros(len(layout.formats), np.int32))
         if source is None:
             exponents = contributions.find_first_exponents()
             if exponents is not None:
-                own_limits = choose_limits(exponents, formats, contributions.spec.num_microbatches)
+                num_microbatches = contributions.spec.num_microbatches
+                rows = layout.make_row(choose_limits(exponents, layout.formats, num_microbatches))
         elif source == self._live.host_index:
             assert contributions.limits is not None
-            own_limits = contributions.limits
-        # A copy: on CPU np.asarray would be a view, which keeps the backend after a re-form.
-        limits = np.array(self.all_reduce(own_limits))
+            rows[:] = contributions.limits
+        # Each rank sees the elements of its shards alone. `np.max` makes a new array: what JAX gives is a view on CPU,
+        # which keeps the backend after a re-form.
+        limits = np.max(np.asarray(self.all_reduce(rows)), axis=0)
         self._hooks.hit_failpoint(FailPoint.BEFORE_LIMITS)
         self._hooks.raise_if_ended()
         contributions.start_totals(limits)
@@ -308,16 +311,16 @@ class Reducer:
     def _resume_contributions(
         self,
         spec: AccumulationSpec,
-        zeros: Any,  # noqa: ANN401 - a tree
+        layout: SumLayout,
         replica_shape: ReplicaShape,
     ) -> Contributions:
         """Return what this host has accumulated of this very accumulation, on its devices."""
         kept = self._kept.get(spec.name)
         if kept is None or kept.spec != spec:
-            kept = self._kept[spec.name] = Contributions(spec, replica_shape=replica_shape)
+            kept = self._kept[spec.name] = Contributions(spec, replica_shape=replica_shape, rank=layout.rank)
         # Before claims are exchanged: the other hosts will not compute what this one claims to have.
         kept.drop_unusable()
-        kept.move_to_devices(zeros, replica_shape)
+        kept.move_to_devices(layout.like, replica_shape, layout.rank, in_shards=layout.has_shards)
         return kept
 
     def _compare_accumulations(
@@ -339,7 +342,9 @@ class Reducer:
         if exchange.host_index in differing.hosts:
             self._hooks.leave_job(f"{why} as on most hosts")
 
-    def _exchange_claims(self, contributions: Contributions, digest_read: DigestFunction | None) -> Claims:
+    def _exchange_claims(
+        self, contributions: Contributions, layout: SumLayout, digest_read: DigestFunction | None
+    ) -> Claims:
         """Return the claims of all hosts, those to microbatches as far as they are accepted.
 
         No host has any microbatch after a generation's first accumulation of this name, so they are exchanged then, and
@@ -373,7 +378,7 @@ class Reducer:
         claims = claims.drop_other_limits()
         if not claims.limits_digest[host]:
             contributions.drop_totals()
-        accepted = accept_disjoint_claims(claims.microbatches)
+        accepted = layout.accept(claims.microbatches)
         contributions.keep_accepted(accepted[host])
         return dataclasses.replace(claims, microbatches=accepted)
 
@@ -457,22 +462,6 @@ class Reducer:
             doubt=lambda: self._kept.pop(spec.name, None),
         )
         self._auditor.run(audits, spec, assignment, own, self._exchange)
-
-    def _reduce(self, contributions: Contributions, zeros: Tree) -> tuple[Tree, np.ndarray]:
-        """Return the sum, and bool[leaves in fixed point]: which are wrong."""
-        spec, limits, grid = contributions.spec, contributions.limits, self._live.grid
-        assert limits is not None
-        totals = [
-            reshard_total(part.total, zeros) for part in contributions.parts.values() if part.is_counted
-        ]
-        # A host that has computed nothing takes part in the collective, too.
-        total = merge_totals(totals) if totals else start_total(spec, zeros, limits)
-        if spec.reduction == "fast":
-            return AllReduce(grid)(total), np.zeros(0, bool)
-        # How all addends fit their limits is known only now, and costs no collective of its own.
-        fit = contributions.measure_fit(list_formats(spec, zeros))
-        result, fit = ExactReduce(grid)((total, fit), (zeros, fit), limits)
-        return result, find_misfits(np.asarray(fit))
 
 
 def _announce_reads(

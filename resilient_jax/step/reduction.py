@@ -38,8 +38,8 @@ from resilient_jax.step.host_grid import (
     LOCAL_AXIS,
     MAX_GRIDS,
     HostGrid,
-    cut_vector,
     group_by_dtype,
+    make_reader,
 )
 from resilient_jax.step.running_total import NO_LIMITS, choose_format, is_exact, join_complex, read_total
 
@@ -116,7 +116,7 @@ class ExactReduce:
 
     def _add_up(self, parts: list[Any], limits: np.ndarray) -> None:
         """Replace this host's totals by the sums of all hosts."""
-        integers, small, large = _group_parts(parts, self._grid.num_hosts)
+        integers, small, large = _group_parts(parts, self._grid)
         tables = [make_table([parts[i] for i in positions], self._grid) for positions in small]
         # What is kept in fixed point is added up like all other integers; the tables go with them.
         sums_of_integers = self._add_integers([*(parts[i] for i in integers), *tables], limits)
@@ -140,8 +140,7 @@ class ExactReduce:
             group = [parts[i] for i in positions]
             packed = AllReduce(self._grid).add_packed(jax.tree.leaves(group))
             group_limits = limits[np.isin(with_limits, positions)]
-            read = _read_packed(self._grid.local_mesh, tuple(map(_describe, group)))
-            group_sums = read(packed, group_limits)
+            group_sums = _make_reader(self._grid, group)(packed, group_limits)
             for position, total in zip(positions, group_sums, strict=True):
                 sums[position] = total
         return sums
@@ -165,7 +164,7 @@ class ExactReduce:
         grid, totals = self._grid, [_abstract_total(spec, leaf) for leaf in jax.tree.leaves(like)]
         if grid.num_hosts == 1:
             return
-        integers, small, large = _group_parts(totals, grid.num_hosts)
+        integers, small, large = _group_parts(totals, grid)
         tables = [compile_table([totals[i] for i in positions], grid) for positions in small]
         parts = [*(totals[i] for i in integers), *tables]
         for positions in _group_integers(parts):
@@ -173,9 +172,8 @@ class ExactReduce:
             leaves = jax.tree.leaves(group)
             AllReduce(grid).compile_packed(leaves, check)
             check()
-            read = _read_packed(grid.local_mesh, tuple(map(_describe, group)))
             limits = np.zeros(sum(map(is_exact, group)), np.int32)
-            read.lower(grid.abstract_local(leaves), limits).compile()
+            _make_reader(grid, group).lower(grid.abstract_local(leaves), limits).compile()
         sharded = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
         for positions in large:
             mine = [totals[i] for i in positions]
@@ -191,7 +189,7 @@ class ExactReduce:
             grid.compile_join_slices(slices, columns[0].shape[1])
 
 
-def _group_parts(parts: Sequence[Any], num_hosts: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
+def _group_parts(parts: Sequence[Any], grid: HostGrid) -> tuple[list[int], list[list[int]], list[list[int]]]:
     """Return the positions of integers; and, by format, of sums in bins that fit a table, and of those that do not."""
     integers, binned = [], {}
     for position, part in enumerate(parts):
@@ -201,7 +199,8 @@ def _group_parts(parts: Sequence[Any], num_hosts: int) -> tuple[list[int], list[
             integers.append(position)
     small, large = [], []
     for positions in binned.values():
-        fits = fits_table([parts[i] for i in positions], num_hosts)
+        # A table is replicated over a host's row, and shards are not.
+        fits = not grid.in_shards and fits_table([parts[i] for i in positions], grid.num_hosts)
         (small if fits else large).append(positions)
     return integers, small, large
 
@@ -209,12 +208,6 @@ def _group_parts(parts: Sequence[Any], num_hosts: int) -> tuple[list[int], list[
 def _group_integers(parts: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the positions of integers and sums in fixed point whose integers are of one dtype."""
     return group_by_dtype([jax.tree.leaves(part)[0] for part in parts])
-
-
-def _describe(part: Any) -> tuple[tuple[int, ...], FixedPointFormat | None]:  # noqa: ANN401 - an array or a total
-    if isinstance(part, FixedPointSum):
-        return part.limbs[0].shape, part.format
-    return jnp.shape(part), None
 
 
 def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
@@ -229,19 +222,18 @@ def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 -
     return BinnedSum((integers,) * format.num_slots, top, format)  # pyright: ignore[reportArgumentType]
 
 
-@functools.cache
-def _read_packed(local: Mesh, kinds: tuple[tuple[tuple[int, ...], FixedPointFormat | None], ...]) -> Any:  # noqa: ANN401 - a jitted function
+def _make_reader(grid: HostGrid, parts: Sequence[Any]) -> Any:  # noqa: ANN401 - a jitted function
     """Return what reads sums out of what was added up: in one pass, and no memory for integers of each leaf."""
-    everywhere = NamedSharding(local, P())
-    counts = [1 if format is None else format.num_limbs for _, format in kinds]
-    shapes = [shape for (shape, _), count in zip(kinds, counts, strict=True) for _ in range(count)]
+    formats = tuple(part.format if isinstance(part, FixedPointSum) else None for part in parts)
+    return make_reader(grid, tuple(map(jnp.shape, jax.tree.leaves(list(parts)))), _make_read(formats))
 
-    @functools.partial(jax.jit, out_shardings=everywhere)
-    def read(flat: jax.Array, limits: jax.Array) -> list[jax.Array]:
-        arrays = iter(cut_vector(jax.lax.with_sharding_constraint(flat, everywhere), shapes))
-        totals = []
-        for (_, format), count in zip(kinds, counts, strict=True):
-            integers = tuple(itertools.islice(arrays, count))
+
+@functools.cache
+def _make_read(formats: tuple[FixedPointFormat | None, ...]) -> Any:  # noqa: ANN401 - a function
+    def read(leaves: list[jax.Array], limits: jax.Array) -> list[jax.Array]:
+        arrays, totals = iter(leaves), []
+        for format in formats:
+            integers = tuple(itertools.islice(arrays, 1 if format is None else format.num_limbs))
             totals.append(integers[0] if format is None else FixedPointSum(integers, format))
         return read_total(totals, limits)
 
@@ -332,5 +324,5 @@ def clear_caches() -> None:
     host_grid.clear_caches()
     resharding.clear_caches()
     binned_table.clear_caches()
-    for cache in (_reduce, _merge_slices, _read_packed):
+    for cache in (_reduce, _merge_slices):
         cache.cache_clear()

@@ -12,21 +12,22 @@ may have had all answers. That wait ends: each partner begins the program, or le
 connections. What was begun by all is finished by all: their cliques are intact when the step goes on in the next
 generation. The price is a message to each partner for each microbatch.
 
+The hosts with the same rank in their replicas, which hold the same shards, add up their totals alike.
+
 On GPU nothing of this is needed: there a failure replaces the workers.
 """
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError
 from resilient_jax.host_exchange import HostExchange, gather_mail_addresses
 from resilient_jax.ids import HostName, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
-from resilient_jax.jax_runtime.live_processes import get_seat
-from resilient_jax.step.assignment import ReplicaLocation
+from resilient_jax.step.assignment import ReplicaLocation, list_holders
 from resilient_jax.step.replicas import Replica
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
@@ -42,6 +43,8 @@ the step. It is less than `quiesce_timeout_s`, which leaves a worker out."""
 ORDER_PATIENCE_S: Final = 2.0
 """Time until this host, too, is told that the generation has ended, once a partner has left it."""
 ORDER_CHECK_INTERVAL_S: Final = 0.005
+MAX_GROUPS: Final = 2
+"""Of one host, by shape: its replica, and the hosts with the same shards."""
 
 
 class ReplicaCliques(Protocol):
@@ -58,10 +61,10 @@ class ReplicaCliques(Protocol):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Group:
-    """The hosts of one replica of this host.
+    """The hosts of one replica of this host, or those with the same shards.
 
     Attributes:
-        number: position of its shape in the order in which the shapes came up: the same on all hosts.
+        number: the same on all of them, by the order in which the shapes came up.
         seats: where its processes are in the world, this one included.
         partners: the indexes of the other hosts.
         num_begun: the programs of which this host has said that it begins them.
@@ -108,7 +111,8 @@ class ReplicaPartners:
         self._raise_if_ended = raise_if_ended
         self._cliques = cliques
         self._mail: MailService | None = None
-        self._groups: dict[Replica, _Group] = {}
+        self._groups: dict[Hashable, _Group] = {}
+        """By replica, and by the indexes of the hosts that hold the same shards."""
         self._prepared: list[Mapping[int, Replica]] = []
         """The replicas of this host, by shape."""
         self.span_hosts = False
@@ -117,6 +121,7 @@ class ReplicaPartners:
         self,
         locations: tuple[ReplicaLocation, ...],
         replicas: Mapping[int, Replica],
+        seats: Sequence[Seat],
         exchange: HostExchange,
     ) -> None:
         """Meet the partners in replicas of a shape. For all hosts at once, in the first accumulation with that shape.
@@ -124,6 +129,7 @@ class ReplicaPartners:
         Args:
             locations: where all replicas are, by their numbers.
             replicas: the ones that this host belongs to, by their numbers.
+            seats: seat of each host, by its index.
             exchange: what all hosts take part in.
         """
         if all(len(location.host_indexes) == 1 for location in locations):
@@ -135,23 +141,30 @@ class ReplicaPartners:
             self._mail = self._open_mail()
             addresses = gather_mail_addresses(exchange, self._hosts, self._mail.address)
             self._mail.enter(self._generation, addresses)
-        for number, replica in replicas.items():
-            indexes = locations[number].host_indexes
-            self._groups[replica] = _Group(
-                number=len(self._prepared),
-                seats=frozenset(get_seat(device) for device in replica.mesh.devices.flat),
+        found: list[tuple[Hashable, Sequence[int]]] = [
+            (replica, locations[number].host_indexes) for number, replica in replicas.items()
+        ]
+        found += [(hosts, hosts) for hosts in list_holders(locations) if len(hosts) > 1]
+        own = [(group, indexes) for group, indexes in found if self._host_index in indexes]
+        for number, (group, indexes) in enumerate(own):
+            self._groups[group] = _Group(
+                number=MAX_GROUPS * len(self._prepared) + number,
+                seats=frozenset(seats[index] for index in indexes),
                 partners=tuple(index for index in indexes if index != self._host_index),
             )
         self._prepared.append(replicas)
 
-    def run(self, replica: Replica, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
-        """Return what a program of a replica on several hosts returns, once its arrays are computed.
+    def run(self, of: Hashable, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
+        """Return what a program of several hosts returns, once its arrays are computed.
+
+        Args:
+            of: a replica, or the indexes of the hosts that hold the same shards.
 
         Raises:
             PeerUnreachable: a partner does not begin it, or is dead. If this host's generation has ended by then,
                 `raise_if_ended` raises instead.
         """
-        group = self._groups.get(replica)
+        group = self._groups.get(of)
         if group is None or self._cliques is None:
             return collective_thread.run(program, *arguments)
         # The last look: who has said that it begins must not leave before its partners have answered.

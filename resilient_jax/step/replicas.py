@@ -1,13 +1,13 @@
 """Replicas of the model, each on one host, on several, or several on one host.
 
-Between two microbatches everything (totals, the state) is *local*: on the devices of one host. A replica converts local
-trees to its own mesh for a microbatch (`to_replica`) and the result back (`to_local`). Where the devices are the same
-nothing is moved, and a tree that is sharded over the axes of a replica inside the host stays sharded.
+Between two microbatches totals are *local*: on the devices of one host. So is the state, or it is on a mesh of all
+replicas. A replica takes a state to its own mesh for a microbatch (`to_replica`), and `step.sum_layout` takes the
+result back. Nothing is moved, and what is sharded over the axes of a replica stays sharded.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.step.assignment import ReplicaLocation, ReplicaShape
 
 Tree = TypeVar("Tree")
+REPLICA_AXIS: Final = "replica"
+"""The axis over replicas, of a mesh that has all of them."""
 _shards_lock = threading.Lock()
 """Held while the shards of an array are read. JAX makes the list of shards at the first read, and of two threads that
 read at once (the replicas of a host, the same parameters) one may see half the list, or each shard twice. Seen in jax
@@ -31,6 +33,7 @@ class Replica:
 
     Attributes:
         mesh: devices with the axes of the replica's shape; a microbatch's examples are sharded over the first.
+        rank: position of this host among those of the replica.
         data_shard: (k, n): this host has the k-th of n equal runs of rows of each microbatch.
     """
 
@@ -38,17 +41,18 @@ class Replica:
         self,
         devices: Sequence[Device],
         local: Sequence[Device],
-        data_shard: tuple[int, int],
         axes: Mapping[str, int],
     ) -> None:
         self.mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
-        self.data_shard = data_shard
+        num_hosts, self.rank = len(devices) // len(local), devices.index(local[0]) // len(local)
+        # Where an inner axis spans hosts, several of them have the same rows.
+        num_runs = min(num_hosts, next(iter(axes.values())))
+        self.data_shard = (self.rank * num_runs // num_hosts, num_runs)
         self._local = tuple(local)
         self._devices = frozenset(devices)
         self._replicated = NamedSharding(self.mesh, P())
         self._examples_axis = next(iter(axes))
         self._sharded = NamedSharding(self.mesh, P(self._examples_axis))
-        self._local_replicated = NamedSharding(Mesh(np.array(local), ("local",)), P())
 
     @property
     def is_on_one_host(self) -> bool:
@@ -56,7 +60,11 @@ class Replica:
         return len(self._devices) == len(self._local)
 
     def to_replica(self, tree: Tree) -> Tree:
-        """Return local arrays, equal on all hosts of the replica, over its mesh; arrays already there stay."""
+        """Return arrays on the replica's mesh, without moving anything.
+
+        Args:
+            tree: local arrays, equal on all hosts of the replica; or arrays on a mesh of all replicas.
+        """
         # Arrays are placed also while a call is traced (`traced_call`), which could not follow it.
         with jax.ensure_compile_time_eval():
             return jax.tree.map(self._leaf_to_replica, tree)
@@ -70,7 +78,7 @@ class Replica:
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
             if (spec := self._get_local_spec(leaf)) is not None:
                 by_device = _shards_by_device(leaf)
-                shards = [by_device[device] for device in self.mesh.devices.flat]
+                shards = [by_device[device] for device in self._local]
                 return jax.make_array_from_single_device_arrays(
                     leaf.shape, NamedSharding(self.mesh, spec), shards
                 )
@@ -87,7 +95,7 @@ class Replica:
         )
 
     def _get_local_spec(self, leaf: jax.Array) -> P | None:
-        """Return the spec of a leaf on a mesh over this host's replicas, if sharded over a replica's axes only."""
+        """Return the spec of a leaf on a mesh over replicas, if sharded over a replica's axes only."""
         where = leaf.sharding
         if not isinstance(where, NamedSharding):
             return None
@@ -97,21 +105,6 @@ class Replica:
     @staticmethod
     def _list_axes(spec: P) -> set[str]:
         return {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name}
-
-    def to_local(self, tree: Tree) -> Tree:
-        """Return this host's copy of arrays that are replicated over the mesh."""
-        return jax.tree.map(self._leaf_to_local, tree)
-
-    def _leaf_to_local(self, leaf: Any) -> Any:  # noqa: ANN401 - any array, or a number
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            return leaf
-        if not leaf.is_fully_replicated:
-            raise CallerError(
-                f"accumulate_microbatches: found a total sharded over the hosts of a replica ({leaf.sharding}), "
-                "expected a replicated one: give the program out_shardings=NamedSharding(replica.mesh, P())"
-            )
-        copies = [shard.data for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, self._local_replicated, copies)
 
     def place_batch(self, batch: Tree) -> Tree:
         """Return this host's rows of a microbatch, numpy arrays, as arrays that are sharded over the mesh along dim 0.
@@ -147,6 +140,16 @@ class Replica:
             )
 
 
+def is_on_replicas(leaf: jax.Array) -> bool:
+    """Return whether an array is on a mesh of all replicas, each of which has all of it."""
+    where = leaf.sharding
+    return (
+        isinstance(where, NamedSharding)
+        and REPLICA_AXIS in where.mesh.axis_names
+        and REPLICA_AXIS not in jax.tree.leaves(tuple(where.spec))
+    )
+
+
 def _shards_by_device(leaf: jax.Array) -> dict[Device, jax.Array]:
     with _shards_lock:
         return {shard.device: shard.data for shard in leaf.addressable_shards}
@@ -158,6 +161,25 @@ def _replicate_on(leaf: Any, devices: Sequence[Device]) -> list[jax.Array]:  # n
         by_device = _shards_by_device(leaf)
         return [by_device[d] if d in by_device else jax.device_put(leaf, d) for d in devices]
     return [jax.device_put(leaf, device) for device in devices]
+
+
+def make_replica_mesh(
+    locations: Sequence[ReplicaLocation],
+    devices_by_host: Sequence[Sequence[Device]],
+    replica_shape: ReplicaShape,
+) -> Mesh:
+    """Return the mesh of all replicas: `REPLICA_AXIS`, and then the axes of each; the same on all hosts."""
+    rows = [_list_devices(location, devices_by_host) for location in locations]
+    axes = replica_shape.mesh_axes(len(rows[0]))
+    return Mesh(np.array(rows).reshape(len(rows), *axes.values()), (REPLICA_AXIS, *axes))
+
+
+def _list_devices(location: ReplicaLocation, devices_by_host: Sequence[Sequence[Device]]) -> list[Device]:
+    """Return a replica's devices in the order of its hosts, so that its mesh is equal on all of them."""
+    first, width = location.slot * location.devices, location.devices
+    return [
+        device for host in location.host_indexes for device in devices_by_host[host][first : first + width]
+    ]
 
 
 def build_replicas(
@@ -178,15 +200,8 @@ def build_replicas(
     for number, location in enumerate(locations):
         if host_index not in location.host_indexes:
             continue
-        width = location.devices
-        local = list(devices_by_host[host_index])[location.slot * width : (location.slot + 1) * width]
-        # In the order of the hosts, so that the mesh is equal on all hosts of the replica.
-        devices = (
-            local
-            if len(location.host_indexes) == 1
-            else [d for host in location.host_indexes for d in devices_by_host[host][:width]]
-        )
-        data_shard = (location.host_indexes.index(host_index), len(location.host_indexes))
+        devices = _list_devices(location, devices_by_host)
+        local = [device for device in devices if device in devices_by_host[host_index]]
         own_shape = replica_shape.for_host(len(devices_by_host[host_index]))
-        replicas[number] = Replica(devices, local, data_shard, own_shape.mesh_axes(len(devices)))
+        replicas[number] = Replica(devices, local, own_shape.mesh_axes(len(devices)))
     return replicas

@@ -29,7 +29,7 @@ from resilient_jax.sharding.raveled_array import (
     is_raveled,
     ravel_array,
 )
-from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid, pack_shards, stack_shards
 
 Tree = TypeVar("Tree")
 
@@ -97,7 +97,9 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
     copies: list[Any] = [node.vector if is_raveled(node) else node for node in nodes]
     for (_, is_here), members in _group_sharded(nodes, _locate).items():
         grid = _grid(copies[members[0][0]].sharding.mesh)
-        row = _pack(grid.local_mesh)([_stack(copies[position], grid) for position, _ in members])
+        row = pack_shards(grid.local_mesh)(
+            [stack_shards(copies[position], grid.local_mesh) for position, _ in members]
+        )
         rows = row if is_here else grid.gather(_as_row(row, grid))
         joined = _join(grid.local_mesh, tuple(shard_grid for _, shard_grid in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
@@ -123,7 +125,7 @@ def compile_replicate(tree: Any, grid: HostGrid, check: CancellationCheck) -> No
         shapes = [shard_grid.shard_shape for shard_grid in shard_grids]
         stacked = NamedSharding(local, P(LOCAL_AXIS))
         check()
-        _pack(local).lower(
+        pack_shards(local).lower(
             [
                 jax.ShapeDtypeStruct((local.size * first, *others), dtype, sharding=stacked)
                 for first, *others in shapes
@@ -299,16 +301,6 @@ def replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, where, copies)
 
 
-def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
-    """Return this host's shards of a leaf stacked along dim 0, each on its device."""
-    by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-    shards = [by_device[device] for device in grid.local_mesh.devices.flat]
-    first, *others = shards[0].shape
-    return jax.make_array_from_single_device_arrays(
-        (len(shards) * first, *others), NamedSharding(grid.local_mesh, P(LOCAL_AXIS)), shards
-    )
-
-
 def _narrow(leaf: Any, local: NamedSharding) -> Any:  # noqa: ANN401 - an array
     """Return a leaf on the devices of this host's row alone, of which others may have fewer; it has a copy on each."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set > local.device_set:
@@ -355,23 +347,6 @@ def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid,
 
 
 _get_starts = functools.cache(_list_starts)
-
-
-@functools.cache
-def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=local.abstract_mesh,  # else its trace would refer to the devices
-        in_specs=P(LOCAL_AXIS),
-        out_specs=P(None, LOCAL_AXIS),
-        check_vma=False,
-    )
-    def pack(shards: list[jax.Array]) -> jax.Array:
-        """Concatenate each device's shards, without communication."""
-        return jnp.concatenate([shard.reshape(-1) for shard in shards])[None]
-
-    return pack
 
 
 @functools.cache
@@ -422,5 +397,5 @@ def _cut(local: Mesh, cuts: tuple[tuple[tuple[int, ...], tuple[int, ...], bool],
 
 def clear_caches() -> None:
     """Drop every cached program, mesh and sharding, before their devices are destroyed."""
-    for cache in (_grid, _get_starts, _locate, _pack, _join, _cut):
+    for cache in (_grid, _get_starts, _locate, _join, _cut):
         cache.cache_clear()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.argument_checks import describe_value
@@ -36,7 +36,7 @@ from resilient_jax.step.random_keys import (
     make_microbatch_id,
     make_microbatch_key,
 )
-from resilient_jax.step.replicas import Replica
+from resilient_jax.step.replicas import Replica, is_on_replicas
 from resilient_jax.weighted_mean import WeightedMean, find_divisor, is_weighted, read_weighted_mean
 
 Tree = Any
@@ -140,8 +140,8 @@ class ValueAndGrad:
         """Return `(loss, gradients)`, or `((loss, aux), gradients)`; means over the microbatches of the step.
 
         Args:
-            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's. Gradients have their tree,
-                dtypes and sharding.
+            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's, or on `World.replica_mesh`.
+                Gradients have their tree, dtypes and sharding.
             args: what else the loss function takes: pytrees of arrays of this host.
 
         Raises:
@@ -166,8 +166,28 @@ class ValueAndGrad:
             leaf.dtype for leaf in jax.tree.leaves(jax.tree.map(_get_mean, like, is_leaf=is_weighted))
         )
         # The count is an argument: another number of microbatches compiles nothing.
-        value, gradients = programs.mean(sums, np.float32(self._num_microbatches), dtypes=dtypes)
+        count = np.float32(self._num_microbatches)
+        if any(map(is_on_replicas, jax.tree.leaves(params))):
+            value, gradients = self._divide_on_replicas(programs, sums, count, dtypes, params)
+        else:
+            value, gradients = programs.mean(sums, count, dtypes=dtypes)
         return (value if self._has_aux else value[0]), gradients
+
+    @staticmethod
+    def _divide_on_replicas(
+        programs: "_Programs", sums: Tree, count: np.float32, dtypes: tuple[Any, ...], params: Tree
+    ) -> Tree:
+        """Return the means where gradients are on several hosts: loss and `aux` are on each, also if left over."""
+        values, gradients = sums
+        num_values = len(dtypes) - len(jax.tree.leaves(params))
+        value, divisor = programs.mean_value(values, count, dtypes=dtypes[:num_values])
+        if jax.tree.leaves(gradients)[0].addressable_shards:
+            return value, programs.divide(gradients, np.asarray(divisor), dtypes=dtypes[num_values:])
+        absent = [
+            jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
+            for leaf in jax.tree.leaves(params)
+        ]
+        return value, jax.tree.structure(params).unflatten(absent)
 
     def _compute_shapes(
         self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
@@ -192,6 +212,7 @@ class ValueAndGrad:
         self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
     ) -> ComputeFunction[Tree]:
         arguments_by_mesh: dict[Mesh, Tree] = {}
+        specs = tuple(leaf.sharding.spec if is_on_replicas(leaf) else P() for leaf in jax.tree.leaves(params))
 
         def list_arguments(replica: Replica, batch: Tree, step: int, index: int) -> tuple[Tree, ...]:
             if replica.mesh not in arguments_by_mesh:  # two threads have two replicas
@@ -203,12 +224,12 @@ class ValueAndGrad:
             replica = microbatch.replica
             batch = replica.place_batch(microbatch.batch)
             arguments = list_arguments(replica, batch, microbatch.step, microbatch.index)
-            return programs.compute(*arguments, mesh=replica.mesh.abstract_mesh)
+            return programs.compute(*arguments, mesh=replica.mesh.abstract_mesh, specs=specs)
 
         def trace(replica: Replica) -> core.ClosedJaxpr:
             batch = replica.describe_batch(self._describe_example())
             arguments = list_arguments(replica, batch, 0, 0)
-            return programs.compute.trace(*arguments, mesh=replica.mesh.abstract_mesh).jaxpr
+            return programs.compute.trace(*arguments, mesh=replica.mesh.abstract_mesh, specs=specs).jaxpr
 
         return MicrobatchProgram(compute, trace)
 
@@ -220,8 +241,10 @@ class _Programs:
         self._loss_fn, self._key_name, self._has_aux = loss_fn, key_name, has_aux
         self._has_weight: bool | None = None
         """Whether the loss is a `WeightedMean`; None: it was not traced yet."""
-        self.compute = jax.jit(self._compute, static_argnames="mesh")
+        self.compute = jax.jit(self._compute, static_argnames=("mesh", "specs"))
         self.mean = jax.jit(self._mean, static_argnames="dtypes")
+        self.mean_value = jax.jit(self._mean_value, static_argnames="dtypes")
+        self.divide = jax.jit(self._divide, static_argnames="dtypes")
         # Jitted, so that its result's shapes, which are asked for in every step, are traced once.
         self.differentiate = jax.jit(self._differentiate)
 
@@ -256,26 +279,52 @@ class _Programs:
         seed: jax.Array,
         *,
         mesh: AbstractMesh,
+        specs: tuple[P, ...],
     ) -> Tree:
         result = self._differentiate(params, args, batch, make_microbatch_key(seed, microbatch_id))
         wide = jax.tree.map(lambda leaf: leaf.astype(_widen(leaf.dtype)), result)
         # Without the constraint the compiler may shard results as batches are sharded.
-        return jax.lax.with_sharding_constraint(wide, NamedSharding(mesh, P()))
+        value, gradients = jax.lax.with_sharding_constraint(wide, self._list_shardings(wide, mesh, specs))
+        return value, gradients
 
     @staticmethod
-    def _mean(sums: Tree, count: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:
-        (loss, aux), gradients = sums
+    def _list_shardings(result: Tree, mesh: AbstractMesh, specs: tuple[P, ...]) -> Tree:
+        """Return how a result is sharded: gradients as their parameters, the rest not at all."""
+        value, gradients = result
+        where = [NamedSharding(mesh, spec) for spec in specs]
+        return jax.tree.map(lambda _: NamedSharding(mesh, P()), value), jax.tree.structure(
+            gradients
+        ).unflatten(where)
+
+    @classmethod
+    def _mean(cls, sums: Tree, count: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:
+        values, gradients = sums
+        num_values = len(dtypes) - len(jax.tree.leaves(gradients))
+        value, divisor = cls._mean_value(values, count, dtypes=dtypes[:num_values])
+        return value, cls._divide(gradients, divisor, dtypes=dtypes[num_values:])
+
+    @staticmethod
+    def _mean_value(values: Tree, count: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:
+        """Return ((loss, aux), divisor of the gradients)."""
+        loss, aux = values
         aux = jax.tree.map(
             lambda summed: summed.mean if is_weighted(summed) else summed / count, aux, is_leaf=is_weighted
         )
         divisor = find_divisor(loss.weight)
-        gradients = jax.tree.map(lambda summed: summed / divisor, gradients)
-        means, tree = jax.tree.flatten(((loss.total / divisor, aux), gradients))
-        return tree.unflatten(
-            # The mean of integers is none: it stays a float.
-            mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
-            for mean, dtype in zip(means, dtypes, strict=True)
-        )
+        return _cast((loss.total / divisor, aux), dtypes), divisor
+
+    @staticmethod
+    def _divide(gradients: Tree, divisor: jax.Array, *, dtypes: tuple[Any, ...]) -> Tree:
+        return _cast(jax.tree.map(lambda summed: summed / divisor, gradients), dtypes)
+
+
+def _cast(means: Tree, dtypes: tuple[Any, ...]) -> Tree:
+    leaves, tree = jax.tree.flatten(means)
+    return tree.unflatten(
+        # The mean of integers is none: it stays a float.
+        mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
+        for mean, dtype in zip(leaves, dtypes, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=MAX_PROGRAMS)
@@ -296,7 +345,7 @@ def _check_params(params: Tree) -> None:
             f"value_and_grad: found no array in params ({describe_value(params)}), expected some"
         )
     for path, leaf in leaves:
-        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+        if not isinstance(leaf, jax.Array) or not (leaf.is_fully_addressable or is_on_replicas(leaf)):
             found = (
                 f"an array on several hosts ({leaf.sharding})"
                 if isinstance(leaf, jax.Array)
@@ -304,8 +353,8 @@ def _check_params(params: Tree) -> None:
             )
             raise CallerError(
                 f"value_and_grad: found {found} at params{jax.tree_util.keystr(path)}, expected an array on this "
-                "host's devices: make it one in the function that makes the state, by jnp.asarray. For one sharded "
-                "over hosts use rj.Trainer, or world.accumulate_microbatches"
+                "host's devices: make it one in the function that makes the state, by jnp.asarray. One that is sharded "
+                "over hosts is to be on world.replica_mesh(replica_shape)"
             )
 
 
@@ -347,8 +396,11 @@ def _get_mean(leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape, or a `
 
 
 def _choose_loss_sharding(params: Tree) -> Sharding:
-    """Return where the loss goes: replicated over the devices of the first parameter."""
-    where = jax.tree.leaves(params)[0].sharding
+    """Return where the loss goes: replicated over the devices of the first parameter, or on one of this host."""
+    first = jax.tree.leaves(params)[0]
+    where = first.sharding
+    if not first.is_fully_addressable:
+        return SingleDeviceSharding(jax.local_devices()[0])
     return NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where
 
 

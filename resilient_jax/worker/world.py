@@ -17,7 +17,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.jax_runtime.live_processes import list_spare_devices
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.replay import ReplayOrder
-from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.state.flat_state import ShardingRule, is_in_shards
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import (
     AccumulationOptions,
@@ -27,6 +27,7 @@ from resilient_jax.step.assignment import (
 )
 from resilient_jax.step.loss_gradient import LossFunctions
 from resilient_jax.step.reducer import ComputeFunction, Reducer
+from resilient_jax.step.replicas import is_on_replicas
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
 from resilient_jax.worker.audit_response import AuditResponse
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
@@ -311,18 +312,18 @@ class World:
         Args:
             num_microbatches: how many microbatches the step has, however many hosts are alive.
             compute_fn: returns what is to be summed of one `Microbatch`: a tree of arrays on `microbatch.replica.mesh`,
-                replicated if the replica spans hosts. It must be the same function of the committed state and
-                `microbatch.index` on every host; to compare hosts some calls are only traced. With several replicas
-                on a host it is called on a thread for each, and for a replica on several hosts on a thread, too.
-            zeros: what `compute_fn` returns of nothing, on this host's devices; the result has the dtypes and shardings
-                of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
+                if the replica spans hosts sharded as the zeros are, or replicated. It must be the same function of the
+                committed state and `microbatch.index` on every host; to compare hosts some calls are only traced. With
+                several replicas on a host it is called on a thread for each, and for one on several hosts on a thread.
+            zeros: what `compute_fn` returns of nothing, on this host's devices or on `replica_mesh`; the result has the
+                dtypes and shardings of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
             data: where `microbatch.batch` is read from, as for `value_and_grad`; None: microbatches have no batch.
             options: how microbatches are assigned and added up.
             name: the name of the accumulation; a step may have several, in the same order on every host.
 
         Raises:
             CallerError: the call is outside of `steps`, or twice in a step; a number is below 1; hosts are too few for
-                one replica; or `zeros` are not this host's arrays.
+                one replica; or `zeros` are no such arrays.
         """
         spec = AccumulationSpec(
             name=name,
@@ -349,6 +350,7 @@ class World:
             replica_shape=options.replica_shape,
             like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
             lone_microbatch=self._reducer.lone_microbatch,
+            has_shards=any(map(is_in_shards, jax.tree.leaves(zeros))),
         )
         if (new_shares := self._reducer.take_new_shares()) and self.host == self.hosts[0]:
             self.record_event(
@@ -418,6 +420,19 @@ class World:
         """
         return len(self._reducer.locate_replicas(replica_shape))
 
+    def replica_mesh(self, replica_shape: ReplicaShape) -> Mesh:
+        """Return the mesh of all replicas: the axis "replica", then those of a replica, over all of its hosts.
+
+        A state that is sharded on it over a replica's axes is in shards on the hosts of each replica. Hosts that are
+        left over have nothing of it.
+
+        Raises:
+            CallerError: hosts are too few for one replica.
+        """
+        if self.is_rehearsal:
+            raise GenerationEnded  # programs on it would wait for the others
+        return self._reducer.make_replica_mesh(replica_shape)
+
     def host_of_microbatch(self, index: int) -> HostName:
         """Return the host that computed microbatch `index` of the last `accumulate_microbatches`."""
         return self.hosts[self._reducer.owners[index]]
@@ -451,9 +466,11 @@ def _describe_shares(hosts: Sequence[HostName], shares: Sequence[tuple[int, floa
 
 def _check_zeros(zeros: object) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(zeros):
-        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
-            found = leaf.sharding if isinstance(leaf, jax.Array) else type(leaf).__name__
-            raise CallerError(
-                f"accumulate_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on "
-                'this host\'s devices: jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec()))'
-            )
+        if isinstance(leaf, jax.Array) and (leaf.is_fully_addressable or is_on_replicas(leaf)):
+            continue
+        found = leaf.sharding if isinstance(leaf, jax.Array) else type(leaf).__name__
+        raise CallerError(
+            f"accumulate_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on this "
+            'host\'s devices, jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec())), or on '
+            "world.replica_mesh(replica_shape)"
+        )

@@ -66,7 +66,7 @@ def test_totals_are_moved_to_the_host_and_back_with_their_bits():
     bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(total)]
     kept.move_to_host()
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(kept.parts[0].total))
-    kept.move_to_devices({"w": jnp.zeros(3), "count": jnp.int32(0)}, ReplicaShape())
+    kept.move_to_devices({"w": jnp.zeros(3), "count": jnp.int32(0)}, ReplicaShape(), 0, in_shards=False)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(kept.parts[0].total))
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(kept.parts[0].total)] == bits
     assert kept.list_claims().tolist() == [0, 1, 0, 1]
@@ -79,9 +79,9 @@ def test_totals_of_replicas_of_another_shape_are_resharded(eight_devices):
     )
     like = {"w": jax.device_put(jnp.zeros(8), NamedSharding(four, P("fsdp")))}
     kept = Contributions(SPEC, {0: Contribution(total, frozenset({1}))})
-    kept.move_to_devices(like, ReplicaShape())
+    kept.move_to_devices(like, ReplicaShape(), 0, in_shards=False)
     assert jax.tree.leaves(kept.parts[0].total) == jax.tree.leaves(total)
-    kept.move_to_devices(like, ReplicaShape(per_host=2))
+    kept.move_to_devices(like, ReplicaShape(per_host=2), 0, in_shards=False)
     assert {leaf.sharding for leaf in jax.tree.leaves(kept.parts[0].total)} == {like["w"].sharding}
     assert kept.replica_shape == ReplicaShape(per_host=2)
 

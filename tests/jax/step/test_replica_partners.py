@@ -66,7 +66,7 @@ class Host:
             raise_if_ended=self.raise_if_ended,
             cliques=self.cliques,
         )
-        self.replica = Replica(jax.local_devices()[:1], jax.local_devices()[:1], (0, 1), {"data": 1})
+        self.replica = Replica(jax.local_devices()[:1], jax.local_devices()[:1], {"data": 1})
 
     def raise_if_ended(self) -> None:
         if self.ended.is_set():
@@ -82,7 +82,9 @@ class Host:
             return add_messages(vector, others)
 
         exchange = CollectiveExchange(self.index, len(HOSTS), all_reduce)
-        self.partners.prepare((ReplicaLocation((0, 1, 2)),), {0: self.replica}, exchange)
+        self.partners.prepare(
+            (ReplicaLocation((0, 1, 2)),), {0: self.replica}, [Seat(0), Seat(1), Seat(2)], exchange
+        )
 
     def train(self, leave_before: int) -> None:
         """Run all programs, but for those from `leave_before` on; then leave, as a worker does that unwinds."""

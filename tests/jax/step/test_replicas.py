@@ -44,7 +44,7 @@ def test_several_threads_move_the_same_new_array_to_their_replicas(restless):
     parts = [shard.data for shard in jax.device_put(np.arange(3.0), everywhere).addressable_shards]
     width = len(devices) // REPLICAS
     mine = [devices[width * i : width * (i + 1)] for i in range(REPLICAS)]
-    replicas = [Replica(of_one, of_one, (0, 1), {"data": len(of_one)}) for of_one in mine]
+    replicas = [Replica(of_one, of_one, {"data": len(of_one)}) for of_one in mine]
     together = Barrier(REPLICAS)
 
     def move(replica, array):

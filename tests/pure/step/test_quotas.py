@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.step.quotas import (
+    accept_complete_claims,
     accept_disjoint_claims,
     distribute_microbatches,
 )
@@ -43,3 +44,33 @@ def test_of_two_claims_with_the_same_microbatch_the_first_is_accepted() -> None:
     claims = [[1, 1, 2, 0, 0], [0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
     accepted = [[1, 1, 2, 0, 0], [0, 0, 0, 0, 2], [0, 0, 0, 1, 0]]
     assert accept_disjoint_claims(np.array(claims)).tolist() == accepted
+
+
+def test_a_total_in_shards_counts_with_all_shards_of_all_its_microbatches_alone() -> None:
+    # Hosts 0 and 1 have the shards of rank 0, hosts 2 and 3 those of rank 1; host 4 is left over.
+    holders = [(0, 1), (2, 3)]
+    claims = [
+        [1, 1, 2, 0, 0],
+        [0, 0, 0, 1, 1],
+        [1, 1, 0, 0, 0],  # of the second total of host 0 the other shards are lost
+        [0, 0, 0, 0, 1],  # and so of one microbatch of host 1, whose total cannot be taken apart
+        [0, 0, 1, 0, 0],
+    ]
+    accepted = [[1, 1, 0, 0, 0], [0] * 5, [1, 1, 0, 0, 0], [0] * 5, [0] * 5]
+    assert accept_complete_claims(np.array(claims), holders).tolist() == accepted
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.data())
+def test_a_microbatch_in_shards_counts_once_for_each_rank_or_not_at_all(
+    replicas: int, ranks: int, microbatches: int, data
+) -> None:
+    rows = st.lists(st.integers(0, 2), min_size=microbatches, max_size=microbatches)
+    claims = np.array(data.draw(st.lists(rows, min_size=replicas * ranks, max_size=replicas * ranks)))
+    holders = [tuple(range(rank, replicas * ranks, ranks)) for rank in range(ranks)]
+    accepted = accept_complete_claims(claims, holders)
+    counts = np.array([(accepted[list(hosts)] > 0).sum(axis=0) for hosts in holders])
+    assert (counts == counts[0]).all()
+    assert counts.max(initial=0) <= 1
+    for row, of_host in zip(accepted, claims, strict=True):
+        for total in set(row.tolist()) - {0}:
+            assert ((row == total) == (of_host == total)).all(), "a total counts whole"

@@ -1,0 +1,116 @@
+"""Replicas over hosts, with the state in shards on the hosts of each: hosts die anywhere in a step."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.cluster.job_report import JobComponent, JobReport
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import FailPoint
+from tests.support.paths import SCRIPTS
+from tests.support.patience import patience
+from tests.support.patient_job import PatientJob
+from tests.support.reference_runs import share_run
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, read_logs
+
+SCRIPT = SCRIPTS / "mesh_loop.py"
+HOSTS = 4
+HOSTS_OF_REPLICA = 2
+STATE_BYTES = 4 * (2 * 64 * 64 + 64 + 1)
+PLACES = (
+    FailPoint.BEFORE_MICROBATCH,
+    FailPoint.BEFORE_LIMITS,
+    FailPoint.BEFORE_REDUCE,
+    FailPoint.AFTER_REDUCE,
+    FailPoint.BEFORE_COMMIT,
+)
+
+
+class MeshJob(TinyJob):
+    """A job of `mesh_loop.py`."""
+
+    def __init__(self, work: Path, axes: str, words: Sequence[str]) -> None:
+        super().__init__(
+            work,
+            HOSTS,
+            CONFIG_WITHOUT_STANDBYS,
+            words=[f"hosts={HOSTS_OF_REPLICA}", f"axes={axes}", *words],
+            script=SCRIPT,
+        )
+
+    def kill_at(self, place: FailPoint, victims: list[HostName]) -> None:
+        """Kill hosts' workers where they are held, and wait until all hosts train again."""
+        report = self.wait_training(HOSTS)
+        assert report.generation is not None
+        self.hold(place, victims)
+        for host in victims:
+            self.signal(JobComponent.WORKER, host, signal.SIGKILL)
+        self.job.release()
+        self.wait_training(HOSTS, after_generation=report.generation.number)
+
+    def check_steps(self) -> None:
+        """Compare each box of the state after each step with that of an undisturbed job of one replica."""
+        rows = [row for rows in read_logs(self.work).values() for row in rows]
+        total = max(row["step"] for row in rows) + 1
+        assert {row["step"] for row in rows} == set(range(total))
+        expected = run_undisturbed(self.words, total)
+        for row in rows:
+            for box, digest in row["digests"].items():
+                assert digest == expected[row["step"]][box], (row["step"], box)
+            assert row["bytes"] <= 1.05 * STATE_BYTES / HOSTS_OF_REPLICA or not row["bytes"], (
+                "no host has all of it"
+            )
+
+
+def run_undisturbed(words: tuple[str, ...], total: int) -> dict[int, dict[str, str]]:
+    """Return the digest of each box after each step, of a job that has the hosts of one replica alone."""
+
+    def run(folder: Path, steps: int) -> None:
+        (folder / "stop").write_text(str(steps))
+        command = [str(SCRIPT), str(folder), *words]
+        options = ["--devices-per-host", "2"]
+        with PatientJob(
+            command, num_hosts=HOSTS_OF_REPLICA, run_directory=folder / "run", options=options
+        ) as job:
+            assert job.wait(patience(60)) == 0, job.read_tail()
+
+    folder = share_run(["mesh_loop", *words], total, run)
+    expected: dict[int, dict[str, str]] = {}
+    for rows in read_logs(folder).values():
+        for row in rows:
+            expected.setdefault(row["step"], {}).update(row["digests"])
+    return expected
+
+
+def list_replicas(report: JobReport) -> list[list[HostName]]:
+    """Return the hosts of each replica of a generation that has all hosts."""
+    assert report.generation is not None
+    hosts = [member.host for member in report.generation.membership.members]
+    return [hosts[first : first + HOSTS_OF_REPLICA] for first in range(0, HOSTS, HOSTS_OF_REPLICA)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("fsdp:4", []),
+        pytest.param("fsdp:2/tensor:2", ["general"], marks=pytest.mark.full),
+        pytest.param("fsdp:1/tensor:4", [], marks=pytest.mark.full),
+    ],
+)
+def test_hosts_of_replicas_on_several_hosts_die_anywhere_in_a_step(
+    tmp_path: Path, axes: str, words: list[str]
+) -> None:
+    with MeshJob(tmp_path, axes, words) as job:
+        report = job.wait_training(HOSTS)
+        broken = next(replica for replica in list_replicas(report) if report.leader not in replica)
+        for place in PLACES:
+            job.kill_at(place, broken[:1])
+        job.kill_at(FailPoint.BEFORE_REDUCE, broken)
+        changes = {
+            event.detail["change"] for event in job.job.read_events() if event.kind is EventKind.WORLD_FORMED
+        }
+        assert "shrink" in changes, "the others keep their world"
+        job.finish(more_steps=6)
