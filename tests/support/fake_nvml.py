@@ -1,8 +1,10 @@
 """A real libnvidia-ml.so.1 with answers of the test's, for processes that are started with its environment."""
 
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,26 @@ SOURCE = Path(__file__).with_suffix(".c")
 LIBRARY = "libnvidia-ml.so.1"
 
 
+@functools.cache
+def build(*, is_old_driver: bool) -> bytes:
+    """Return the library, which is compiled once for all tests of this process."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler builds the library")
+    flags = ["-DOLD_DRIVER"] if is_old_driver else []
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder, LIBRARY)
+        command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", str(built), str(SOURCE)]
+        subprocess.run(command, check=True, timeout=patience(6))
+        return built.read_bytes()
+
+
 class FakeNvml:
     """The library in a folder, and the file that it answers from."""
 
     def __init__(self, folder: Path, *, is_old_driver: bool = False) -> None:
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        if compiler is None:
-            pytest.skip("no C compiler builds the library")
         folder.mkdir(exist_ok=True)
-        flags = ["-DOLD_DRIVER"] if is_old_driver else []
-        command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags]
-        subprocess.run([*command, "-o", str(folder / LIBRARY), str(SOURCE)], check=True, timeout=patience(6))
+        (folder / LIBRARY).write_bytes(build(is_old_driver=is_old_driver))
         self._answers = folder / "answers"
         self._num_xids = 0
         self._values: dict[str, int] = {}

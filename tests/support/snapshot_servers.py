@@ -1,11 +1,8 @@
 """Real snapshot servers as processes, the agent's side of their connections, and parts to fill them with."""
 
 import contextlib
-import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -40,11 +37,15 @@ from resilient_jax.snapshot.messages import (
 )
 from resilient_jax.snapshot.slot_contents import compute_slot_layout
 from resilient_jax.transport import Credentials, PeerChannel
+from tests.support.forge import share_forge
 from tests.support.patience import patience
 
 CREDENTIALS = Credentials("test-token")
 WAIT_S = patience(9)
 CHECKSUM: Checksum = choose_checksum()
+
+
+SERVER = "resilient_jax.snapshot.server"
 
 
 class Host:
@@ -56,7 +57,12 @@ class Host:
         events: all events that the server has reported.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        call: Sequence[str] = (f"{SERVER}:main",),
+    ) -> None:
         self.name = HostName(name)
         self.endpoint = ""
         self.holding: tuple[SnapshotStatus, ...] = ()
@@ -69,14 +75,13 @@ class Host:
             host=self.name, address="127.0.0.1", token=CREDENTIALS.token, connection_fd=theirs.fileno()
         )
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "resilient_jax.snapshot.server"],
-                env={
-                    **os.environ,
+            self.process = share_forge(SERVER).start(
+                *call,
+                environment={
                     **(environment or {}),
                     SETTINGS_ENV_VARIABLE: msgspec.json.encode(settings).decode(),
                 },
-                stdin=subprocess.DEVNULL,
+                has_pipes=False,
                 pass_fds=(theirs.fileno(),),
             )
         self._workers: list[LocalServerClient] = []
@@ -161,9 +166,15 @@ class Host:
 
 
 @contextlib.contextmanager
-def running(count: int, environment: Mapping[str, str] | None = None) -> Iterator[list[Host]]:
-    """Run the servers of hosts h0, h1, ...; check afterwards that each one not killed by the test exits with 0."""
-    hosts = [Host(f"h{i}", environment) for i in range(count)]
+def running(
+    count: int, environment: Mapping[str, str] | None = None, call: Sequence[str] = (f"{SERVER}:main",)
+) -> Iterator[list[Host]]:
+    """Run the servers of hosts h0, h1, ...; check afterwards that each one not killed by the test exits with 0.
+
+    Args:
+        call: the function that is a server, and its arguments.
+    """
+    hosts = [Host(f"h{i}", environment, call) for i in range(count)]
     try:
         for host in hosts:
             host.wait(lambda host=host: host.endpoint != "")

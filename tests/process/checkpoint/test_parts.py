@@ -20,7 +20,12 @@ from resilient_jax.errors import CheckpointFailed
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import whole_box
-from tests.process.checkpoint.storage_processes import find_newest_storage_process
+from tests.process.checkpoint.storage_processes import (
+    end_idle_processes,
+    find_storage_process,
+    lend_process,
+    take_back_process,
+)
 from tests.support.patience import patience, wait_until
 
 HOSTS = ("host-0", "host-1", "host-2")
@@ -92,10 +97,19 @@ class Hosts:
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     found = Hosts(tmp_path / "checkpoints")
+    for store in found.stores:
+        lend_process(store)
     yield found
     for store in found.stores:
+        take_back_process(store)
         store.in_flight.give_up("the test is over", found.note(0))
         store.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def storage_processes() -> Iterator[None]:
+    yield
+    end_idle_processes()
 
 
 def is_equal(one: object, other: object) -> bool:
@@ -169,7 +183,7 @@ def test_a_host_that_cannot_write_its_part_is_named(hosts: Hosts) -> None:
 def test_a_part_whose_process_is_killed_ends_the_save_and_is_named(hosts: Hosts) -> None:
     state = make_state(3)
     hosts.start(2, state, 3, "first")  # its process waits for the first host's
-    pid = find_newest_storage_process()
+    pid = find_storage_process(hosts.stores[2])
     os.kill(pid, signal.SIGKILL)
     hosts.start(0, state, 3, "first")
     hosts.start(1, state, 3, "first")
@@ -187,7 +201,7 @@ def test_where_the_first_host_dies_the_others_wait_for_it_and_begin_the_next_one
         hosts.start(number, state, 3, "never begun")
         assert hosts.stores[number].in_flight.list_missing_parts() == ["host-0"]
     hosts.start(0, state, 3, "first")
-    pid = find_newest_storage_process()
+    pid = find_storage_process(hosts.stores[0])
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(CheckpointFailed):
         hosts.wait_saved(0)

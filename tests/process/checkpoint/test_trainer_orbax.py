@@ -25,7 +25,12 @@ from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.worker_environment import set_device_count
 from resilient_jax.protocol.state_records import StateLoss
 from resilient_jax.trainer.checkpoint_restore import restore_newest
-from tests.process.checkpoint.storage_processes import find_newest_storage_process
+from tests.process.checkpoint.storage_processes import (
+    end_idle_processes,
+    find_storage_process,
+    lend_process,
+    take_back_process,
+)
 from tests.support.agents import free_port
 from tests.support.patience import patience, wait_until
 from tests.support.summing_hosts import add_messages
@@ -91,7 +96,15 @@ def to_bytes(tree):
 @contextlib.contextmanager
 def open_store(directory, **options):
     with contextlib.closing(OrbaxStore(directory, **{"max_to_keep": 2, **options})) as store:
+        lend_process(store)
         yield store
+        take_back_process(store)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def storage_processes():
+    yield
+    end_idle_processes()
 
 
 @contextlib.contextmanager
@@ -158,7 +171,7 @@ def test_the_saved_state_is_that_of_the_call_although_its_arrays_are_donated_bef
     expected = to_bytes(state)
     with open_store(tmp_path) as store:
         store.save(1, {"warm": jnp.zeros(3)})
-        with stopped(find_newest_storage_process()):
+        with stopped(find_storage_process(store)):
             assert store.start_save(2, state)
             wide = state.variables["wide"]
             overwritten = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(wide)
@@ -172,7 +185,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_with_an_event(tmp_
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        with stopped(find_newest_storage_process()):
+        with stopped(find_storage_process(store)):
             assert store.start_save(2, make_state(2), note)
             assert not store.start_save(3, make_state(3), note)
         store.wait_until_saved(note)
@@ -208,7 +221,7 @@ def test_the_death_of_the_storage_process_fails_the_save_and_the_next_save_start
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        process = find_newest_storage_process()
+        process = find_storage_process(store)
         os.kill(process, signal.SIGSTOP)
         store.start_save(2, make_state(2), note)
         os.kill(process, signal.SIGKILL)
@@ -225,7 +238,7 @@ def test_a_save_that_exceeds_its_timeout_fails(tmp_path):
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
         store._client._timeout_s = 0.2
-        process = find_newest_storage_process()
+        process = find_storage_process(store)
         os.kill(process, signal.SIGSTOP)
         store.start_save(2, make_state(2), note)
         with pytest.raises(CheckpointFailed, match=r"took more than 0\.2 s"):
@@ -275,7 +288,7 @@ def test_the_unfinished_folder_of_another_live_writer_is_not_removed(tmp_path):
 def test_an_interrupted_load_does_not_affect_the_next_one(saved):
     with open_store(saved.parent) as store:
         store.load(3, abstract(make_state()))
-        process = find_newest_storage_process()
+        process = find_storage_process(store)
 
         def end_it():
             os.kill(process, signal.SIGSTOP)
@@ -642,7 +655,7 @@ def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
 
 def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):
     def kill_idle(store):
-        os.kill(find_newest_storage_process(), signal.SIGKILL)
+        os.kill(find_storage_process(store), signal.SIGKILL)
         wait_until("the end of the connection", lambda: store._client._connection.has_ended)
 
     with open_store(tmp_path) as store:

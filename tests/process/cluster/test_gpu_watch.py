@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -43,11 +44,11 @@ THERMAL = 0x40
 class GpuHost:
     """One host with two GPUs, whose worker never gets to `rj.run`."""
 
-    def __init__(self, work: Path, store: str) -> None:
+    def __init__(self, work: Path, store: str, job: str) -> None:
         self.work = work
         self.nvml = FakeNvml(work / "nvml")
-        self._where = ("--store", store, "--job", "gpus")
-        self._contact = JobContact(job="gpus", store=store, token=TOKEN, launcher_pid=os.getpid())
+        self._where = ("--store", store, "--job", job)
+        self._contact = JobContact(job=job, store=store, token=TOKEN, launcher_pid=os.getpid())
         (work / "stub.py").write_text(STUB)
 
     def start(
@@ -57,8 +58,10 @@ class GpuHost:
         gpu_health: str = "act",
         after_loss: str = "host",
         max_restarts: int = 5,
+        is_forked: bool = False,
         environment: dict[str, str] | None = None,
     ) -> HandStartedAgent:
+        """Start the agent; a zygote, from which a worker `is_forked`, imports JAX, and the script needs none of it."""
         config = self.work / "job.toml"
         config.write_text(
             f'gpu_health = "{gpu_health}"\ndevices_after_loss = "{after_loss}"\nlease_ttl_s = 60.0\n'
@@ -73,6 +76,7 @@ class GpuHost:
             str(self.work),
             "--config",
             str(config),
+            "--zygote" if is_forked else "--no-zygote",
         ]
         return HandStartedAgent(
             [*self._where, *options, "--platform", platform, str(self.work / "stub.py")],
@@ -125,10 +129,19 @@ class GpuHost:
         return shown
 
 
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    with served_store() as address:
+        yield address
+
+
+_jobs = itertools.count()
+"""One for each test: all share a store."""
+
+
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[GpuHost]:
-    with served_store() as store:
-        yield GpuHost(tmp_path, store)
+def host(tmp_path: Path, store: str) -> GpuHost:
+    return GpuHost(tmp_path, store, f"gpus-{next(_jobs)}")
 
 
 def read_environment(host: GpuHost) -> dict[str, str]:
@@ -150,7 +163,7 @@ def read_visible(host: GpuHost) -> str:
 
 
 def test_a_gpu_that_fails_is_left_out_and_its_host_goes_on_until_it_is_cleared(host: GpuHost) -> None:
-    with host.start(after_loss="even", max_restarts=0) as agent:
+    with host.start(after_loss="even", max_restarts=0, is_forked=True) as agent:
         before = host.wait_worker()
         host.nvml.report_xid(0, 79)
         wait_until("another worker", lambda: host.wait_worker() != before)

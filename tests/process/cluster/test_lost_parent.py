@@ -48,6 +48,7 @@ class FormingJob:
         options = ["--store", self._store, "--job", "stub", "--host-name", host, "--address", "127.0.0.1"]
         options += ["--num-hosts", str(NUM_HOSTS), "--run-dir", str(self._work / host)]
         options += ["--config", str(self._work / "job.toml"), "--platform", "cpu", "--devices-per-host", "1"]
+        options += ["--no-zygote"]  # it would import JAX, which the script does without
         script = str(JOBS / "control_stub_worker.py")
         self.agents[host] = HandStartedAgent([*options, script], self._work / f"{host}.out", command=COMMAND)
 

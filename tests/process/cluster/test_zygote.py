@@ -20,7 +20,7 @@ from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.cluster.kept_program import KeptProgram
 from resilient_jax.cluster.worker_process import WorkerDescriptors, launch_script
 from resilient_jax.cluster.zygote_connection import ForkedProcess, ZygoteConnection, encode_environment
-from resilient_jax.cluster.zygote_process import ZYGOTE_MODULE, ZygoteProcess
+from resilient_jax.cluster.zygote_process import ZygoteProcess
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.connection import encode_message
 from resilient_jax.protocol.worker_messages import WorkerSettings
@@ -91,8 +91,7 @@ class Machine:
 
     @property
     def zygote_pid(self) -> int:
-        (zygote,) = [child for child in psutil.Process().children() if ZYGOTE_MODULE in child.cmdline()]
-        return zygote.pid
+        return self.zygote._child.pid
 
     @property
     def descriptors(self) -> WorkerDescriptors:
@@ -132,6 +131,39 @@ def on_machine(tmp_path: Path, check: Callable[[Machine], Awaitable[None]]) -> l
     asyncio.run(run())
     log.close()
     return [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+
+
+class SharedMachine:
+    """A machine of several tests, each with a connection of its own; its event loop runs while one of them does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = EventLog(folder / "events.jsonl", "launcher")
+        self._runner = asyncio.Runner()
+        self._machine = self._runner.run(self._start(folder))
+
+    async def _start(self, folder: Path) -> Machine:
+        return Machine(folder, self._log)
+
+    def run(self, check: Callable[[Machine], Awaitable[None]]) -> None:
+        async def run() -> None:
+            self._machine.agent = self._machine.connect()
+            async with asyncio.timeout(patience(10)):
+                await check(self._machine)
+
+        self._runner.run(run())
+
+    def close(self) -> None:
+        self._runner.run(self._machine.close())
+        self._runner.close()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedMachine]:
+    """Return a zygote for tests that leave it as it is: it imports JAX."""
+    machine = SharedMachine(tmp_path_factory.mktemp("machine"))
+    yield machine
+    machine.close()
 
 
 async def read(worker: ChildProcess) -> tuple[str, str]:
@@ -184,7 +216,7 @@ def test_a_forked_script_pickles_its_own_classes_and_spawns_processes(tmp_path: 
     on_machine(tmp_path, check)
 
 
-def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:
+def test_workers_draw_different_random_numbers(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         drawn = []
         for _ in range(2):
@@ -194,10 +226,10 @@ def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:
         assert drawn[0][0] != drawn[1][0]
         assert drawn[0][1] != drawn[1][1]
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
-def test_a_worker_that_is_killed_is_reported_and_takes_its_group_with_it(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_reported_and_takes_its_group_with_it(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "child")
         child = int((await read(worker))[0])
@@ -206,10 +238,10 @@ def test_a_worker_that_is_killed_is_reported_and_takes_its_group_with_it(tmp_pat
         assert await worker.wait_exited() == -signal.SIGKILL
         await asyncio.to_thread(wait_gone, child)
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
-def test_the_group_of_a_worker_that_dies_with_its_agent_is_ended(tmp_path: Path) -> None:
+def test_the_group_of_a_worker_that_dies_with_its_agent_is_ended(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "child")
         child = int((await read(worker))[0])
@@ -221,7 +253,7 @@ def test_the_group_of_a_worker_that_dies_with_its_agent_is_ended(tmp_path: Path)
         os.kill(parent, signal.SIGCONT)
         await asyncio.to_thread(wait_gone, child)
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
 async def cut(worker: ForkedProcess) -> None:
@@ -327,7 +359,7 @@ def running_process() -> Iterator[subprocess.Popen]:
         process.kill()
 
 
-def test_a_worker_ends_with_its_agent_and_not_with_another(tmp_path: Path) -> None:
+def test_a_worker_ends_with_its_agent_and_not_with_another(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         other = machine.connect()
         worker = await fork(machine, "wait")
@@ -345,10 +377,10 @@ def test_a_worker_ends_with_its_agent_and_not_with_another(tmp_path: Path) -> No
         await cut(theirs)
         await asyncio.to_thread(wait_gone, theirs.pid)
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
-def test_workers_end_with_their_parents(tmp_path: Path) -> None:
+def test_workers_end_with_their_parents(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "wait")
         await read(worker)
@@ -356,10 +388,10 @@ def test_workers_end_with_their_parents(tmp_path: Path) -> None:
         assert await worker.wait_exited() == -signal.SIGKILL
         await asyncio.to_thread(wait_gone, worker.pid)
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
-def test_a_worker_whose_parent_is_stopped_has_an_end(tmp_path: Path) -> None:
+def test_a_worker_whose_parent_is_stopped_has_an_end(shared: SharedMachine) -> None:
     """Nobody reports it: the agent sees a process that has ended, takes it for a stopped one, and ends the parent."""
 
     async def check(machine: Machine) -> None:
@@ -373,7 +405,7 @@ def test_a_worker_whose_parent_is_stopped_has_an_end(tmp_path: Path) -> None:
         assert await worker.kill_and_wait() == -signal.SIGKILL
         await asyncio.to_thread(wait_gone, parent)
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -400,7 +432,7 @@ def test_workers_live_on_without_the_zygote_and_the_next_ones_are_not_forked(
     assert on_machine(tmp_path, check) == ["zygote.started", "zygote.ready", "zygote.exited"]
 
 
-def test_another_environment_is_refused_by_the_names_of_the_variables(tmp_path: Path) -> None:
+def test_another_environment_is_refused_by_the_names_of_the_variables(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         assert await machine.fork(environment={**machine.environment, "A": "", "B": "1"}) is None
         assert machine.agent.refusal == (
@@ -410,7 +442,7 @@ def test_another_environment_is_refused_by_the_names_of_the_variables(tmp_path: 
         await read(worker)
         await worker.wait_exited()
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
 def test_a_worker_has_the_devices_of_its_own_environment(tmp_path: Path) -> None:
@@ -467,7 +499,7 @@ def test_a_worker_runs_the_program_that_is_kept_whatever_has_changed(tmp_path: P
         on_machine(tmp_path, check)
 
 
-def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
+def test_a_start_that_is_cancelled_leaves_no_worker(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         starting = asyncio.create_task(machine.fork("wait"))
         await asyncio.sleep(0)
@@ -481,10 +513,10 @@ def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
         for pid in parents:
             await asyncio.to_thread(wait_gone, pid)
 
-    on_machine(tmp_path, check)
+    shared.run(check)
 
 
-def test_the_processes_are_named_after_the_script_and_after_their_task(tmp_path: Path) -> None:
+def test_the_processes_are_named_after_the_script_and_after_their_task(shared: SharedMachine) -> None:
     async def check(machine: Machine) -> None:
         worker = await fork(machine, "wait")
         await read(worker)
@@ -493,4 +525,4 @@ def test_the_processes_are_named_after_the_script_and_after_their_task(tmp_path:
         worker.kill()
         await worker.wait_exited()
 
-    on_machine(tmp_path, check)
+    shared.run(check)

@@ -1,20 +1,20 @@
 """Processes that execute a test's orders with `jax_runtime`, and the coordination services of their worlds."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from resilient_jax.jax_runtime.worker_environment import make_worker_environment
-from tests.support.paths import ROOT
+from tests.support.forge import Forge, ForgedProcess
 from tests.support.patience import patience, wait_until
 
-WORKER = ROOT / "tests/process/jax_runtime/jax_runtime_worker.py"
+WORKER = "tests.process.jax_runtime.jax_runtime_worker"
 SERVICE = "resilient_jax.jax_runtime.coordination_service"
 DEADLINE_S = patience(6)
 COLLECTIVE_TIMEOUT_S = 1e5
@@ -24,7 +24,7 @@ COLLECTIVE_TIMEOUT_S = 1e5
 class Lines:
     """The lines that a child prints, each read with a timeout."""
 
-    def __init__(self, process: subprocess.Popen) -> None:
+    def __init__(self, process: ForgedProcess) -> None:
         assert process.stdout is not None
         self._file = process.stdout
         self._rest = b""
@@ -47,15 +47,9 @@ class Lines:
 class Child:
     """A process that ends with its test at the latest."""
 
-    def __init__(self, *command: str, env: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=env | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-        self.lines = Lines(self.process)
+    def __init__(self, process: ForgedProcess) -> None:
+        self.process = process
+        self.lines = Lines(process)
 
     def write(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -72,24 +66,37 @@ class Child:
                     pipe.close()
 
 
+@functools.cache
+def find_forge(number: int = 0) -> Forge:
+    """Return what workers, and the services of their worlds, are forked from.
+
+    Args:
+        number: of one of several forges. Each hashes strings in its own way, as hosts do: the order of its sets is its
+            own.
+    """
+    # Not the cache of the suite, which would find what an earlier run compiled.
+    base = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    ours = make_worker_environment(
+        platform="cpu",
+        devices_per_host=2,
+        cache_dir=None,
+        collective_timeout_s=COLLECTIVE_TIMEOUT_S,
+        base=base,
+    )
+    forge = Forge(WORKER, SERVICE, environment=base | ours | {"TF_CPP_MIN_LOG_LEVEL": "3"})
+    atexit.register(forge.end)
+    return forge
+
+
 class Worker(Child):
     """One `jax_runtime_worker.py`."""
 
-    def __init__(self, cache_dir: str | None = None) -> None:
-        # Not the cache of the suite, which would find what an earlier run compiled.
-        base = {name: value for name, value in os.environ.items() if "CACHE" not in name}
-        ours = make_worker_environment(
-            platform="cpu",
-            devices_per_host=2,
-            cache_dir=cache_dir,
-            collective_timeout_s=COLLECTIVE_TIMEOUT_S,
-            base=base,
-        )
-        super().__init__(sys.executable, str(WORKER), env=base | ours)
+    def __init__(self, cache_dir: str | None = None, forge: Forge | None = None) -> None:
+        super().__init__((forge or find_forge()).start(f"{WORKER}:main", cache_dir or "", is_silent=True))
         self._has_started = False
 
     def wait_started(self) -> None:
-        """Wait until the process has imported JAX and answers."""
+        """Wait until the process answers."""
         if not self._has_started:
             self._has_started = True
             self.answer()
@@ -107,7 +114,7 @@ class Service(Child):
     """A coordination service process."""
 
     def __init__(self) -> None:
-        super().__init__(sys.executable, "-m", SERVICE, env=dict(os.environ))
+        super().__init__(find_forge().start(f"{SERVICE}:main", is_silent=True))
         assert self.lines.next() == "ready"
 
     def serve(self, nodes: int, address: str = "127.0.0.1:0", seats: int | None = None) -> str:

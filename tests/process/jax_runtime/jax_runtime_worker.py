@@ -1,4 +1,4 @@
-"""A process that executes a test's orders with `jax_runtime`.
+"""A process that executes a test's orders with `jax_runtime`; its argument is a folder for compiled programs, or empty.
 
 Orders are JSON lines on stdin, executed in order on the main thread, each answered by a JSON line on stdout. The
 reading thread acts as the guard: it executes `interrupt` at once, and repeats the interruption every 20 ms until the
@@ -93,6 +93,10 @@ def interrupt(while_answered: int) -> None:
 
 
 def main() -> None:
+    if cache_dir := sys.argv[1]:
+        jax.config.update("jax_compilation_cache_dir", cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     keep_and_count_lowerings()
     jax.monitoring.register_event_listener(count_hit)
     threading.Thread(target=guard, daemon=True).start()
@@ -518,6 +522,3 @@ ORDERS = {
         kill_self,
     )
 }
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from tests.process.jax_runtime.jax_processes import (
     Worker,
     await_struck,
     everyone,
+    find_forge,
     interrupt,
     strike,
     sum_to,
@@ -368,7 +369,7 @@ class CachingWorkers:
     def __init__(self, folder: Path) -> None:
         self.pool = Pool()
         self._folder = folder
-        self.workers = [Worker(str(folder)) for _ in range(3)]
+        self.workers = [Worker(str(folder), find_forge(number % 2)) for number in range(3)]
         for worker in self.workers:
             worker.answer()
         assert [found["warning"] for found in everyone(self.workers, "share_cache")] == [None] * 3

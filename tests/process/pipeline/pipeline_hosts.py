@@ -3,11 +3,6 @@
 import contextlib
 import json
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,69 +13,44 @@ from resilient_jax.jax_runtime.worker_environment import set_device_count
 from resilient_jax.pipeline_schedule.rerouting import reroute
 from resilient_jax.pipeline_schedule.routes import Routes, find_holders, make_routes
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
-from tests.support.paths import ROOT
+from tests.support.forge import Forge
 from tests.support.patience import patience
 
-WORKER = ROOT / "tests/process/pipeline/pipeline_worker.py"
+WORKER = "tests.process.pipeline.pipeline_worker"
 WAIT_S = patience(12)
 
 
-class HostForge:
-    """A `pipeline_worker.py`, of which all hosts of a file are forked: what they import is imported once."""
-
-    def __init__(self, cache_dir: Path) -> None:
-        """Start it; `cache_dir` is for compiled programs."""
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=os.environ
-                | {
-                    "PYTHONPATH": str(ROOT),
-                    "JAX_PLATFORMS": "cpu",
-                    "XLA_FLAGS": set_device_count(os.environ.get("XLA_FLAGS", ""), 2),
-                    "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
-                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                },
-            )
-
-    def fork(self, name: str, descriptors: Sequence[int]) -> int:
-        """Fork a host with this standard input and output; return its process id."""
-        socket.send_fds(self._connection, [name.encode()], descriptors)
-        return int(self._connection.recv(64))
-
-    def end(self) -> None:
-        """End the process; hosts live on."""
-        self._connection.close()
-        self._process.wait(WAIT_S)
+def make_forge(cache_dir: Path) -> Forge:
+    """Return what all hosts of a file are forked from; `cache_dir` is for compiled programs."""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": set_device_count(os.environ.get("XLA_FLAGS", ""), 2),
+        "JAX_COMPILATION_CACHE_DIR": str(cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return Forge(WORKER, environment={**os.environ, **environment})
 
 
 class PipelineHost:
-    """A process that is one host, forked by `pipeline_worker.py`."""
+    """A process that is one host: a forked `pipeline_worker.py`."""
 
-    def __init__(self, name: str, forge: HostForge) -> None:
+    def __init__(self, name: str, forge: Forge) -> None:
         self.name = HostName(name)
         self.forge = forge
-        (stdin, orders), (answers, stdout) = os.pipe(), os.pipe()
-        self._process = os.pidfd_open(forge.fork(name, [stdin, stdout]))
-        for descriptor in (stdin, stdout):
-            os.close(descriptor)
-        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answers)
+        self._process = forge.start(f"{WORKER}:main", name)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin, self._process.stdout
 
     @property
     def is_dead(self) -> bool:
-        return self._has_ended(0.0)
-
-    def _has_ended(self, timeout_s: float) -> bool:
-        return bool(select.select([self._process], [], [], timeout_s)[0])
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """Kill the process and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        assert self._has_ended(WAIT_S), f"{self.name} was killed, and lives"
+        self._process.kill()
+        self._process.wait(WAIT_S)
 
     def meet(self, blocks: int) -> None:
         """Wait until it is ready, and check that it has cut the model into so many blocks."""
@@ -90,21 +60,20 @@ class PipelineHost:
 
     def tell(self, do: str, **words: object) -> None:
         """Give an order without waiting for its answer."""
-        self._orders.write(json.dumps({"do": do, **words}) + "\n")
+        self._orders.write(json.dumps({"do": do, **words}).encode() + b"\n")
         self._orders.flush()
 
     def answer(self) -> dict:
         """Return the next answer; that of a host that has died is that."""
         line = self._answers.readline()
         if not line:
-            assert self._has_ended(WAIT_S), f"{self.name} has closed its output, and lives"
+            self._process.wait(WAIT_S)
             return {"died": True}
         return json.loads(line)
 
     def end(self) -> None:
         """End the process."""
         self.kill()
-        os.close(self._process)
         for pipe in (self._orders, self._answers):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

@@ -1,9 +1,7 @@
 """Hosts of a pipeline. Each executes a test's orders, one JSON object a line; it answers each with one.
 
-argv: the descriptor of a socket. This process imports what a host needs, makes no backend, and forks a host for each
-name that comes there with the host's standard input and output; it answers with the host's process id. The model, the
-data and the optimizer are the same in all processes. A process has two devices, and computes on the first, or on both
-with the axis that it is told.
+argv: the name of the host. The model, the data and the optimizer are the same in all processes. A process has two
+devices, and computes on the first, or on both with the axis that it is told.
 """
 
 import collections
@@ -11,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -55,7 +52,6 @@ from tests.support.patience import patience
 from tests.support.small_decoders import ROWS, make_batch, make_nnx
 
 SEED = 3
-MAX_NAME_BYTES = 64
 SEND_TIMEOUT_S = patience(6)
 running_total.MIN_FIXED_POINT_SIZE = 200  # else all leaves of so small a model would be summed in bins
 
@@ -373,9 +369,9 @@ class Host:
             self.service.close()
 
 
-def serve(name: str) -> None:
+def main() -> None:
     """Be a host until the test closes standard input."""
-    host = Host(HostName(name))
+    host = Host(HostName(sys.argv[1]))
     units = [unit.blocks for unit in list_state_units(host.cut)]
     print(json.dumps({"blocks": host.cut.num_blocks, "units": units}), flush=True)
     with contextlib.closing(host):
@@ -385,26 +381,3 @@ def serve(name: str) -> None:
             except ResilientJaxError as error:
                 found = {"error": type(error).__name__, "message": str(error)}
             print(json.dumps(found), flush=True)
-
-
-def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps hosts; the test waits for them
-    while True:
-        name, descriptors, _, _ = socket.recv_fds(connection, MAX_NAME_BYTES, 2)
-        if not name:  # the test has ended
-            return
-        if (pid := os.fork()) == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            connection.close()
-            for number, descriptor in enumerate(descriptors):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            return serve(name.decode())
-        for descriptor in descriptors:
-            os.close(descriptor)
-        connection.send(str(pid).encode())
-
-
-if __name__ == "__main__":
-    main()

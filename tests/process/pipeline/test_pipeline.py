@@ -9,7 +9,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.pipeline_schedule.routes import Hop, make_routes
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
-from tests.process.pipeline.pipeline_hosts import HostForge, Pipeline, PipelineHost
+from tests.process.pipeline.pipeline_hosts import Pipeline, PipelineHost, make_forge
 from tests.support.full_only import full_but
 from tests.support.small_decoders import ROWS, TOKENS, WIDTH
 
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    forge = HostForge(tmp_path_factory.mktemp("compiled"))
+    forge = make_forge(tmp_path_factory.mktemp("compiled"))
     started = [PipelineHost(name, forge) for name in NAMES]
     try:
         for host in started:

@@ -1,11 +1,8 @@
 """The reader against real snapshot servers: processes that encode their parity, some of which are killed."""
 
 import contextlib
-import os
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -30,7 +27,9 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.parity_groups import form_parity_groups
 from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
 from resilient_jax.transport import Credentials
+from tests.support.forge import share_forge
 from tests.support.patience import patience
+from tests.support.snapshot_servers import SERVER
 
 TOKEN = "test-token"
 ID = SnapshotId(7, GenerationNumber(2))
@@ -45,9 +44,10 @@ class RunningHost:
     def __init__(self, host: HostName) -> None:
         ours, theirs = socket.socketpair()
         settings = ServerSettings(host=host, address="127.0.0.1", token=TOKEN, connection_fd=theirs.fileno())
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "resilient_jax.snapshot.server"],
-            env=os.environ | {SETTINGS_ENV_VARIABLE: msgspec.json.encode(settings).decode()},
+        self.process = share_forge(SERVER).start(
+            f"{SERVER}:main",
+            environment={SETTINGS_ENV_VARIABLE: msgspec.json.encode(settings).decode()},
+            has_pipes=False,
             pass_fds=[theirs.fileno()],
         )
         theirs.close()

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -17,10 +15,10 @@ from resilient_jax.transport import Credentials
 from resilient_jax.transport.authentication import EventFields
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 from resilient_jax.transport.mail_service import MailService
-from tests.support.paths import ROOT
+from tests.support.forge import share_forge
 from tests.support.patience import patience
 
-WORKER = ROOT / "tests/process/transport/mail_worker.py"
+WORKER = "tests.process.transport.mail_worker"
 TOKEN = "mail-token"
 CREDENTIALS = Credentials(TOKEN)
 WAIT_S = patience(6)
@@ -31,19 +29,13 @@ class MailPeer:
 
     def __init__(self, name: str, token: str = TOKEN, folder: str = "") -> None:
         self.name = HostName(name)
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), name, token, folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONPATH": str(ROOT)},
-            text=True,
-        )
+        self.process = share_forge(WORKER).start(f"{WORKER}:main", name, token, folder)
         self.address = self.answer()["address"]
 
     def tell(self, do: str, **words: object) -> None:
         """Give an order without waiting for its answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+        self.process.stdin.write(json.dumps({"do": do, **words}).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict:

@@ -72,7 +72,3 @@ def main() -> None:
             found = {"error": type(error).__name__, "message": str(error)}
         print(json.dumps({**found, "lost": lost}), flush=True)
     service.close()
-
-
-if __name__ == "__main__":
-    main()
