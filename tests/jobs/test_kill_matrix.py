@@ -19,8 +19,8 @@ from tests.support.kills import PLACES, TARGETS, Victims, break_and_recover
 from tests.support.tiny_job import CONFIG, CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, TinyJob
 
 HOSTS = 4
-OPTIONS = {signal.SIGKILL: (CONFIG, ()), signal.SIGSTOP: (CONFIG_WITHOUT_STANDBYS, ONE_DEVICE)}
-"""Dead hosts have two devices each, and standbys; steps with one device cost half as much."""
+CONFIGS = {signal.SIGKILL: CONFIG, signal.SIGSTOP: CONFIG_WITHOUT_STANDBYS}
+"""Dead hosts have zygotes. Each has one device: with two, `test_step.py` kills at each place of a step."""
 Choice = Callable[[JobReport], Victims]
 STOPPED = ("another_worker", "leaders_agent", "coordination_service")
 CELLS = [(place, choose) for place in PLACES for choose in TARGETS]
@@ -39,29 +39,22 @@ def is_stopped_in_make_test_jobs(cell: tuple[str, Choice]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
-    """Yield a running job; check its invariants when all cells are done."""
-    yield from run_job(tmp_path_factory, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
-    """Yield another one, whose processes are stopped."""
-    yield from run_job(tmp_path_factory, signal.SIGSTOP)
-
-
-def run_job(tmp_path_factory: pytest.TempPathFactory, number: signal.Signals) -> Iterator[TinyJob]:
-    config, options = OPTIONS[number]
-    with TinyJob(tmp_path_factory.mktemp(number.name), HOSTS, config, options) as tiny:
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
+    """Yield the running job of a signal; check its invariants when all its cells are done, before the next begins."""
+    number: signal.Signals = request.param
+    work = tmp_path_factory.mktemp(number.name)
+    with TinyJob(work, HOSTS, CONFIGS[number], options=ONE_DEVICE) as tiny:
         yield tiny
         tiny.finish()
 
 
+@pytest.mark.parametrize("job", [signal.SIGKILL], indirect=True)
 @pytest.mark.parametrize(("place", "choose"), full_but(CELLS, is_killed_in_make_test_jobs))
-def test_training_survives_a_kill(place: str, choose: Choice, killed: TinyJob) -> None:
-    break_and_recover(killed, choose, place, signal.SIGKILL)
+def test_training_survives_a_kill(place: str, choose: Choice, job: TinyJob) -> None:
+    break_and_recover(job, choose, place, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("job", [signal.SIGSTOP], indirect=True)
 @pytest.mark.parametrize(("place", "choose"), full_but(CELLS, is_stopped_in_make_test_jobs))
-def test_training_survives_a_stopped_process(place: str, choose: Choice, stopped: TinyJob) -> None:
-    break_and_recover(stopped, choose, place, signal.SIGSTOP)
+def test_training_survives_a_stopped_process(place: str, choose: Choice, job: TinyJob) -> None:
+    break_and_recover(job, choose, place, signal.SIGSTOP)

@@ -34,7 +34,8 @@ def check_pipelined_steps(work: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words", "check"),
     [
-        pytest.param(sharded_job.SCRIPT, (), check_sharded_steps, id="sharded"),
+        # A sharded state does so in test_flat_state_job.py, by kills.
+        pytest.param(sharded_job.SCRIPT, (), check_sharded_steps, id="sharded", marks=pytest.mark.full),
         pytest.param(pipelined_job.SCRIPT, ("2",), check_pipelined_steps, id="pipelined"),
     ],
 )

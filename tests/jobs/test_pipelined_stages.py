@@ -1,6 +1,7 @@
 """A stage that does not die but stands still: it is stopped, hangs, or is cut off. Training goes on with the same bits.
 
-That a stage is starved of its processor is in test_pipelined.py.
+The job has a loop of its own, and the bits of `fit` on one host. That a stage is starved of its processor is in
+test_pipelined.py.
 """
 
 import signal
@@ -29,7 +30,7 @@ STAGE = "host-1"
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelinedJob]:
     """Yield a running job; compare its bits with those of an undisturbed run when all tests are done."""
     work = tmp_path_factory.mktemp("stages")
-    with PipelinedJob(work, HOSTS, STAGES, parity=2, config=HANGS_ARE_NAMED) as pipelined:
+    with PipelinedJob(work, HOSTS, STAGES, 2, ["loop=own"], HANGS_ARE_NAMED) as pipelined:
         yield pipelined
         pipelined.finish(more_steps=5)
 
@@ -46,6 +47,10 @@ def test_a_stage_is_stopped_in_mid_step(part: JobComponent, job: PipelinedJob) -
     job.wait_report("a generation without it", lambda now: generation_of(now).number > before)
     job.wake_all()
     job.wait_protected(HOSTS, after_generation=before)
+    if part is JobComponent.WORKER:  # a host may lead, and the world end with it
+        kinds = [event.kind for event in job.job.read_events() if (event.generation or 0) > before]
+        assert EventKind.PIPELINE_STEP_RESUMED in kinds
+        assert EventKind.SNAPSHOT_RESTORED not in kinds
 
 
 @pytest.mark.full  # a pair: hangs are in test_hangs.py, stages in this file

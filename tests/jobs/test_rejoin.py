@@ -40,8 +40,38 @@ def find_follower(report: JobReport, *others: str) -> str:
     return next(name for name in names if name not in (report.leader, *others))
 
 
+def test_a_world_without_seats_is_formed_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With `live_nodes`, as on a GPU: in place and anew, members meet first, and the service is told of deaths."""
+    work = tmp_path_factory.mktemp("seats")
+    config = f'{CONFIG_WITHOUT_STANDBYS}spare_seats = 1\nlive_nodes = "on"\n'
+    with TinyJob(work, 3, options=ONE_DEVICE, config=config) as tiny:
+        for change in (WorldChange.GROW, WorldChange.REFORM):
+            before = generation_of(tiny.wait_training(3)).number
+            tiny.signal(JobComponent.WORKER, find_follower(tiny.read_report()), signal.SIGKILL)
+            assert generation_of(tiny.wait_training(3, before + 1)).membership.change is change
+        tiny.finish()
+        check_all_met(tiny.job.read_events())
+
+
+def check_all_met(events: list[Event]) -> None:
+    """Check that every worker that entered a generation had met its members before, and no death was kept secret."""
+    met: collections.Counter[tuple[str, int | None]] = collections.Counter()
+    formed: collections.Counter[tuple[str, int | None]] = collections.Counter()
+    for event in events:
+        if event.kind is EventKind.WORLD_MEMBERS_MET:
+            met[event.host, event.generation] += 1
+        elif event.kind is EventKind.WORLD_FORMED and event.detail["hosts"] != 1:
+            assert met[event.host, event.generation] == 1, f"{event} without a meeting"
+            formed[event.host, event.generation] += 1
+    assert len(formed) >= 3 + 2 + 3 + 2 + 3
+    answers = [e.detail["answer"] for e in events if e.kind is EventKind.COORDINATION_SERVICE_SEAT_LOST]
+    assert len(answers) == 2
+    assert all(str(answer).startswith("lost ") for answer in answers), answers
+
+
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyJob]:
+    """Yield the job that the tests below break. They come last, as it takes processor time to the end of this file."""
     with TinyJob(tmp_path_factory.mktemp("rejoin"), HOSTS, CONFIG, options=ONE_DEVICE) as tiny:
         yield tiny
         tiny.finish()
@@ -125,32 +155,3 @@ def test_a_second_death_while_a_worker_returns_is_survived(when: str, who: str, 
     broken.signal(JobComponent.WORKER, newcomer if who == NEWCOMER else survivor, signal.SIGKILL)
     broken.job.release()
     broken.wait_training(HOSTS, before)
-
-
-def test_a_world_without_seats_is_formed_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With `live_nodes`, as on a GPU: in place and anew, members meet first, and the service is told of deaths."""
-    work = tmp_path_factory.mktemp("seats")
-    config = f'{CONFIG_WITHOUT_STANDBYS}spare_seats = 1\nlive_nodes = "on"\n'
-    with TinyJob(work, 3, options=ONE_DEVICE, config=config) as tiny:
-        for change in (WorldChange.GROW, WorldChange.REFORM):
-            before = generation_of(tiny.wait_training(3)).number
-            tiny.signal(JobComponent.WORKER, find_follower(tiny.read_report()), signal.SIGKILL)
-            assert generation_of(tiny.wait_training(3, before + 1)).membership.change is change
-        tiny.finish()
-        check_all_met(tiny.job.read_events())
-
-
-def check_all_met(events: list[Event]) -> None:
-    """Check that every worker that entered a generation had met its members before, and no death was kept secret."""
-    met: collections.Counter[tuple[str, int | None]] = collections.Counter()
-    formed: collections.Counter[tuple[str, int | None]] = collections.Counter()
-    for event in events:
-        if event.kind is EventKind.WORLD_MEMBERS_MET:
-            met[event.host, event.generation] += 1
-        elif event.kind is EventKind.WORLD_FORMED and event.detail["hosts"] != 1:
-            assert met[event.host, event.generation] == 1, f"{event} without a meeting"
-            formed[event.host, event.generation] += 1
-    assert len(formed) >= 3 + 2 + 3 + 2 + 3
-    answers = [e.detail["answer"] for e in events if e.kind is EventKind.COORDINATION_SERVICE_SEAT_LOST]
-    assert len(answers) == 2
-    assert all(str(answer).startswith("lost ") for answer in answers), answers

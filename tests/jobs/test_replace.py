@@ -24,9 +24,53 @@ have it replaced three times more."""
 Faults = tuple[tuple[JobComponent, str, signal.Signals], ...]
 
 
+def test_a_replicated_state_is_restored_from_a_snapshot_of_the_first_steps(tmp_path: Path) -> None:
+    config = protect(CONFIG_WITHOUT_STANDBYS, interval_steps=1) + 'abort = "replace"\n'
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE, config=config, words=["pace=0.3"]) as tiny:
+        report = tiny.job.wait_report(
+            "a snapshot of the first generation",
+            lambda now: any(s.phase is SnapshotPhase.COMMITTED for h in now.hosts for s in h.snapshots),
+            RECOVERY_S,
+        )
+        before = {host.host: host.worker for host in report.hosts}
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        assert report.generation is not None
+        after = tiny.wait_training(2, report.generation.number)
+        assert all(host.worker != before[host.host] for host in after.hosts)
+        tiny.finish(more_steps=3)
+        restored = [e.detail["step"] for e in tiny.job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED]
+    promised = max(s.id.step for h in report.hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED)
+    assert min(map(int, restored)) >= promised
+
+
+@pytest.mark.full
+def test_workers_that_have_the_only_state_outlive_one_that_stops_before_there_is_a_snapshot(
+    tmp_path: Path,
+) -> None:
+    config = CONFIG_WITHOUT_STANDBYS + 'abort = "replace"\n'
+    with TinyJob(tmp_path, 3, options=ONE_DEVICE, config=config, words=["pace=0.3"]) as tiny:
+        report = tiny.wait_training(3)
+        assert report.generation is not None
+        before = {host.host: host.worker for host in report.hosts}
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
+        after = tiny.wait_training(3, report.generation.number)
+        workers = {host.host: host.worker for host in after.hosts}
+        for host in before.keys() - {HOSTS[1]}:
+            old, new = before[host], workers[host]
+            assert old is not None
+            assert new is not None
+            assert new.pid == old.pid, f"the worker of {host} had the only state, and was replaced"
+        tiny.finish(more_steps=3)
+        kinds = {event.kind for event in tiny.job.read_events()}
+    assert not kinds & {EventKind.STATE_LOST, EventKind.SNAPSHOT_RESTORED}
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedJob]:
-    """Yield the job that the tests below break, one after the other; check its invariants after them."""
+    """Yield the job that the tests below break, one after the other; check its invariants after them.
+
+    They come last: the job runs, and takes processor time, until the end of this file.
+    """
     with ShardedJob(tmp_path_factory.mktemp("replace"), 4, parity=1, config=REPLACING) as job:
         yield job
         job.finish(more_steps=5)
@@ -82,44 +126,3 @@ def test_all_workers_are_replaced_again_after_a_death_at(place: FailPoint, job: 
     job.signal(JobComponent.WORKER, "host-2", signal.SIGKILL)
     job.job.wait_held(["host-1"], RECOVERY_S)
     lose(job, ((JobComponent.WORKER, "host-1", signal.SIGKILL),))
-
-
-def test_a_replicated_state_is_restored_from_a_snapshot_of_the_first_steps(tmp_path: Path) -> None:
-    config = protect(CONFIG_WITHOUT_STANDBYS, interval_steps=1) + 'abort = "replace"\n'
-    with TinyJob(tmp_path, 2, options=ONE_DEVICE, config=config, words=["pace=0.3"]) as tiny:
-        report = tiny.job.wait_report(
-            "a snapshot of the first generation",
-            lambda now: any(s.phase is SnapshotPhase.COMMITTED for h in now.hosts for s in h.snapshots),
-            RECOVERY_S,
-        )
-        before = {host.host: host.worker for host in report.hosts}
-        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
-        assert report.generation is not None
-        after = tiny.wait_training(2, report.generation.number)
-        assert all(host.worker != before[host.host] for host in after.hosts)
-        tiny.finish(more_steps=3)
-        restored = [e.detail["step"] for e in tiny.job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED]
-    promised = max(s.id.step for h in report.hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED)
-    assert min(map(int, restored)) >= promised
-
-
-@pytest.mark.full
-def test_workers_that_have_the_only_state_outlive_one_that_stops_before_there_is_a_snapshot(
-    tmp_path: Path,
-) -> None:
-    config = CONFIG_WITHOUT_STANDBYS + 'abort = "replace"\n'
-    with TinyJob(tmp_path, 3, options=ONE_DEVICE, config=config, words=["pace=0.3"]) as tiny:
-        report = tiny.wait_training(3)
-        assert report.generation is not None
-        before = {host.host: host.worker for host in report.hosts}
-        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
-        after = tiny.wait_training(3, report.generation.number)
-        workers = {host.host: host.worker for host in after.hosts}
-        for host in before.keys() - {HOSTS[1]}:
-            old, new = before[host], workers[host]
-            assert old is not None
-            assert new is not None
-            assert new.pid == old.pid, f"the worker of {host} had the only state, and was replaced"
-        tiny.finish(more_steps=3)
-        kinds = {event.kind for event in tiny.job.read_events()}
-    assert not kinds & {EventKind.STATE_LOST, EventKind.SNAPSHOT_RESTORED}

@@ -151,7 +151,11 @@ def kill_worker(place: str, victim: str, shared: TinyJob) -> tuple[JobReport, St
 
 @pytest.mark.parametrize(
     ("place", "victim"),
-    [("in a collective", "host-1"), ("between steps", "host-0"), ("while compiling", "host-1")],
+    [
+        ("in a collective", "host-1"),
+        ("between steps", "host-0"),
+        pytest.param("while compiling", "host-1", marks=pytest.mark.full),
+    ],
 )
 def test_the_generation_after_a_death_has_all_hosts_with_the_standby_in_place(
     place: str, victim: str, shared: TinyJob

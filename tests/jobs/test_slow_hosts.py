@@ -90,7 +90,7 @@ def test_a_spare_takes_the_place_of_a_host_that_stays_slow(tmp_path: Path) -> No
         assert after.generation.state.step == after.generation.planned.boundary_step, "no step was aborted"
         quarantined = [e for e in tiny.job.read_events() if e.kind is EventKind.HOST_QUARANTINED]
         assert [e.detail["quarantined"] for e in quarantined] == [SLOW]
-        tiny.finish()
+        tiny.finish(more_steps=20)  # without pauses
 
 
 @pytest.mark.full
@@ -114,7 +114,7 @@ def test_a_host_goes_on_without_its_slow_device_until_that_is_sound_again(tmp_pa
         tiny.job.failpoints.release()
         tiny.job.wait_event("a worker with all", lambda e: has_devices(e, "0, 1, 2"), RECOVERY_S)
         tiny.wait_report("all devices", lambda r: trains_on_all(r) and is_training(r, 2))
-        tiny.finish()
+        tiny.finish(more_steps=20)  # without pauses
         kinds = [event.kind for event in tiny.job.read_events()]
         assert EventKind.HOST_QUARANTINED not in kinds, "the host stays a member"
         assert kinds.count(EventKind.DEVICE_QUARANTINED) == 1

@@ -138,14 +138,25 @@ def list_changes(tiny: TinyJob) -> list[str]:
     return [str(event.detail["change"]) for event in formed if event.generation != first]
 
 
-def test_the_death_of_one_host_of_a_replica_of_two_is_survived_in_place(tmp_path: Path) -> None:
+PLACES_OF_A_REPLICA = (
+    "where only some have the limits",
+    "between microbatches",
+    "in the reduction",
+    "in recovery",
+)
+"""Where the hosts of a replica depend on each other; in the others each host does what a host alone does."""
+
+
+def test_the_death_of_one_host_of_a_replica_of_two_is_survived_in_place(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     with TinyJob(tmp_path, HOSTS, options=ONE_DEVICE, words=["hosts=2"]) as tiny:
-        for place in PLACES:
+        for place in PLACES if pytestconfig.getoption("--full") else PLACES_OF_A_REPLICA:
             live_through(tiny, place, "one worker", hosts_of_replica=2)
         changes = list_changes(tiny)
         assert set(changes) == {"shrink", "grow"}, changes
         live_through(tiny, "in the reduction", "a worker and the coordination service")
-        tiny.finish(more_steps=10)  # steps are slow: every microbatch goes over the network
+        tiny.finish()
 
 
 @pytest.mark.full
@@ -156,7 +167,7 @@ def test_random_failures_leave_the_weights_unchanged(tmp_path: Path, pytestconfi
     with TinyJob(tmp_path, HOSTS) as tiny:
         for place, death in drawn:
             live_through(tiny, place, death)
-        tiny.finish(more_steps=10)
+        tiny.finish()
 
 
 def test_of_two_hosts_the_one_that_is_left_goes_on_in_place_and_the_other_joins_rehearsed(

@@ -27,6 +27,8 @@ JOB = SCRIPTS / "sharded_job.py"
 DEADLINE_S = patience(24)
 MAX_IMBALANCE = 1.01
 """The largest share, times the number of hosts, over the state, of which no number of hosts divides a dim."""
+LOST = 5
+"""The step in which a host is lost; until then all hosts have reported each step."""
 STEPS, REPORTS = 9, 12
 """The reports are of each step and of three evaluations."""
 
@@ -74,9 +76,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("state", "hosts", "devices"), full_but(LAYOUTS, lambda layout: layout == ("sharded", 3, 2))
-)
+@pytest.mark.full  # three hosts with two devices are below
+@pytest.mark.parametrize(("state", "hosts", "devices"), LAYOUTS)
 def test_every_layout_has_the_bits_of_a_replicated_state_and_each_host_has_its_shards(
     state, hosts, devices, alone, tmp_path
 ):
@@ -84,9 +85,15 @@ def test_every_layout_has_the_bits_of_a_replicated_state_and_each_host_has_its_s
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found = said_in(job.read_output())
     assert found == alone(devices), "the devices of a host share a microbatch, so their number counts"
-    for host in range(hosts) if state == "sharded" and hosts > 1 else ():
-        shares = [line.split() for line in (tmp_path / f"shares.{host}").read_text().splitlines()]
-        assert len(shares) == REPORTS
+    if state == "sharded" and hosts > 1:
+        check_shares(tmp_path, hosts, REPORTS)
+
+
+def check_shares(work, hosts, reports):
+    """Check that each host had its share of the state in the first reports of a job, and no complete array."""
+    for host in range(hosts):
+        shares = [line.split() for line in (work / f"shares.{host}").read_text().splitlines()[:reports]]
+        assert len(shares) == reports
         for _, here, whole, complete_arrays in shares:
             assert int(whole) <= int(here) * hosts <= MAX_IMBALANCE * int(whole)
             assert int(complete_arrays) == 0
@@ -95,18 +102,19 @@ def test_every_layout_has_the_bits_of_a_replicated_state_and_each_host_has_its_s
 @pytest.mark.parametrize(
     "place", full_but([FailPoint.BEFORE_REDUCE, FailPoint.BEFORE_COMMIT], FailPoint.BEFORE_REDUCE.__eq__)
 )
-def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(
+def test_each_host_has_its_shards_and_those_of_a_lost_one_are_restored_from_the_others_with_equal_bits(
     place, complete, tmp_path
 ):
     (tmp_path / "job.toml").write_text(LEASE)
     with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
-        job.hold(place, ["host-1"], 5)
+        job.hold(place, ["host-1"], LOST)
         job.wait_held(["host-1"], DEADLINE_S)
         job.kill(JobComponent.HOST, "host-1")
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         found = said_in(job.read_output())
     assert found == complete
+    check_shares(tmp_path, 3, LOST)
     assert any(int(e.detail["decoded"]) for e in job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED)
 
 

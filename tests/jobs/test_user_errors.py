@@ -8,8 +8,8 @@ import pytest
 from tests.jobs.launched import JOBS, Ended, run_launch
 
 
-def run_with(fault: str, work: Path) -> Ended:
-    ended = run_launch([str(JOBS / "faulty.py"), fault], work)
+def run_with(fault: str, work: Path, hosts: int = 2) -> Ended:
+    ended = run_launch([str(JOBS / "faulty.py"), fault], work, hosts=hosts)
     assert ended.leftovers == []
     return ended
 
@@ -40,14 +40,14 @@ def test_a_host_whose_script_fails_alone_each_time_does_not_end_the_job(tmp_path
 
 
 def test_the_exit_code_of_the_script_is_that_of_the_job(tmp_path: Path) -> None:
-    ended = run_with("exit-7", tmp_path)
+    ended = run_with("exit-7", tmp_path, hosts=1)
     assert ended.code == 7, ended.output
     assert ended.last_words.startswith("the job ended: user_error on host-")
     assert "the script exited with code 7 and wrote nothing to standard error" in ended.last_words
 
 
 def test_a_second_run_in_a_process_is_refused(tmp_path: Path) -> None:
-    ended = run_with("twice", tmp_path)
+    ended = run_with("twice", tmp_path, hosts=1)
     assert "run: found a second call in a process that an agent started, expected one" in ended.output
 
 
@@ -86,7 +86,7 @@ def test_arrays_made_before_run_are_refused_with_what_to_do(tmp_path: Path) -> N
 
 
 def test_a_script_that_never_calls_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    ended = run_with("no-run", tmp_path)
+    ended = run_with("no-run", tmp_path, hosts=1)
     assert ended.code == 2
     assert "the script ended before rj.run(...) had returned; call rj.run(train) in it" in ended.last_words
 

@@ -34,6 +34,8 @@ CONFIG = 'restart_backoff_s = 0.0\nstandby = "off"\n'
 GRACE_S = str(patience(5))
 """A slow machine must not be out of time."""
 HOSTS = ("host-0", "host-1")
+LAST_STEP = 9
+"""Of the jobs that end by themselves."""
 
 
 class Kind(NamedTuple):
@@ -97,37 +99,38 @@ def interrupt(job: PatientJob, step: int) -> int:
     return int(found[1])
 
 
-def test_a_job_goes_on_where_its_notice_came_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    (tmp_path / "alone").mkdir()
-    with launch(tmp_path, "trainer_job.py", ()) as job:
-        saved = interrupt(job, 1)
-    assert 2 < saved < 14, "the step in which it came is finished"
-    code, said = run_command(["status", str(tmp_path / "run")])
-    assert (code, f"interrupted, saved at step {saved}" in said) == (0, True), said
-    with launch(tmp_path, "trainer_job.py", ()) as again:
-        assert again.wait(DEADLINE_S) == 0, again.read_tail()
-        found = set(re.findall(r"step 14 digest \w{64}", again.read_output()))
-    undisturbed = run_alone([str(SCRIPTS / "trainer_job.py"), str(tmp_path / "alone")], DEADLINE_S).strip()
-    assert found == {undisturbed}
+DIGEST = rf"step {LAST_STEP} digest \w{{64}}"
 
 
 @pytest.mark.parametrize("kind", full_but(KINDS, {"sharded", "pipelined"}.__contains__))
-def test_each_kind_of_job_saves_its_last_step_and_begins_there_again(kind: str, tmp_path: Path) -> None:
+def test_each_kind_of_job_saves_its_last_step_and_begins_there_again_with_the_bits_of_an_undisturbed_run(
+    kind: str, tmp_path: Path
+) -> None:
+    """The bits where the job ends by itself: a pipeline's are in test_pipelined.py, of a loop in smoke."""
     script, words, end = KINDS[kind]
     words = [str(tmp_path / word) if word == "checkpoints" else word for word in words]
     with launch(tmp_path, script, words) as job:
         saved = interrupt(job, 1)
+    code, said = run_command(["status", str(tmp_path / "run")])
+    assert (code, f"interrupted, saved at step {saved}" in said) == (0, True), said
     if end:
         (tmp_path / end).write_text(str(saved + 2))
     began_s = time.time()
     with launch(tmp_path, script, words) as again:
         assert again.wait(DEADLINE_S) == 0, again.read_tail()
+        output = again.read_output()
         commits = [
             int(event.step or event.detail["step"])
             for event in again.read_events()
             if event.kind is EventKind.STEP_COMMITTED and event.wall_s > began_s
         ]
     assert min(commits) == saved + 1
+    if not end:
+        assert 2 < saved < LAST_STEP, "the step in which it came is finished"
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        expected = run_alone([str(SCRIPTS / script), str(alone), "replicated"], DEADLINE_S)
+        assert set(re.findall(DIGEST, output)) == set(re.findall(DIGEST, expected)) != set()
 
 
 def test_a_job_without_time_for_a_checkpoint_ends_within_the_grace_and_says_what_is_lost(

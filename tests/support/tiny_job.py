@@ -88,7 +88,6 @@ def act_on_slow_hosts(config: str) -> str:
     return config.replace(REPORT_SLOW_HOSTS, "")
 
 
-LOOK_PAUSE_S = 0.06
 TAIL_BYTES = 8192
 """Read of the end of a log, for its last complete line: several times as long as a line."""
 EACH_DEVICE = "per_host=devices"
@@ -160,18 +159,8 @@ class TinyJob:
         )
 
     def wait_report(self, what: str, holds: Callable[[JobReport], bool]) -> JobReport:
-        """Wait until `holds` is true of the store's report, polling less often than `PatientJob` does.
-
-        A poll costs the store's process and this one 9 ms of processor time, which the job under test needs itself.
-        """
-
-        def look(report: JobReport) -> bool:
-            found = holds(report)
-            if not found:
-                time.sleep(LOOK_PAUSE_S)
-            return found
-
-        return self.job.wait_report(what, look, self.patience_s)
+        """Wait until `holds` is true of the store's report."""
+        return self.job.wait_report(what, holds, self.patience_s)
 
     def wait_zygote(self, host: str) -> int:
         """Wait until this host has a zygote that is ready; return its process id."""
@@ -249,7 +238,7 @@ class TinyJob:
 
     # Invariants.
 
-    def finish(self, more_steps: int = 20) -> None:
+    def finish(self, more_steps: int = 10) -> None:
         """Let the job end so many steps later, and check all its invariants.
 
         The margin is for the harness: every host has to read the number of the last step before reaching that step.
