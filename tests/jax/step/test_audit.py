@@ -385,7 +385,8 @@ def test_with_a_share_of_1_each_microbatch_is_audited_whoever_has_how_many():
     assert sorted(audit.microbatch for audit in audits) == list(range(8))
 
 
-def test_an_audit_that_differs_voids_the_sums_before_more_is_computed():
+@pytest.mark.parametrize("word", range(DIGEST_WORDS))
+def test_an_audit_that_differs_in_one_word_voids_the_sums_before_more_is_computed(word):
     assignment = assign(3, 3)
     audits = draw_audits(spec_of(0, 3), assignment, 1.0)
     seen = []
@@ -394,7 +395,7 @@ def test_an_audit_that_differs_voids_the_sums_before_more_is_computed():
         if seen:
             raise PeerUnreachable("a host died")
         table = table.copy()
-        table[0] += 1  # of one of the two hosts
+        table[0, word] += 1  # of one of the two hosts
         return table
 
     with pytest.raises(PeerUnreachable):

@@ -75,9 +75,12 @@ class Agent:
 
     async def replace(self) -> None:
         """Have another zygote started, and wait until it is asked in the place of the first."""
+        before = asyncio.all_tasks()
         self.train()
-        await self.wait_event(EventKind.ZYGOTE_READY, count=2)
-        await wait_until(lambda: len(list_children()) == 1)
+        (replacing,) = asyncio.all_tasks() - before
+        await wait_until(replacing.done)  # the event that it is ready comes before it is asked
+        assert len(self.list_events(EventKind.ZYGOTE_READY)) == 2
+        assert len(list_children()) == 1
 
     async def wait_event(self, kind: EventKind, count: int) -> Event:
         """Wait for the event of this number and kind; return it."""

@@ -24,10 +24,13 @@ def gated(tmp_path: Path) -> Iterator[GatedJob]:
         yield gated
 
 
-def test_a_run_folder_that_is_removed_is_made_again_and_stays_the_jobs(gated: GatedJob) -> None:
+def test_a_run_folder_that_is_removed_is_made_again_and_stays_the_jobs(
+    gated: GatedJob, tmp_path: Path
+) -> None:
     folder = gated.job.run_directory
     with gated.job.output_path.open() as output:
-        shutil.rmtree(folder)
+        # At once: the job may write into a folder while that is removed, which is then not empty.
+        shutil.rmtree(folder.rename(tmp_path / "removed"))
         code, said = run_command(["launch", "--hosts", "1", "--run-dir", str(folder), STUB])
         assert code == 2, said
         assert "found a job that still runs in this folder" in said

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import pytest
 
@@ -45,6 +45,8 @@ LONG_S = 10_000.0
 """Of virtual time: leases that no test lets expire."""
 SETTLED_S = 30.0
 """Of virtual time, in which hosts that answer at once have formed a world."""
+MAX_TERMS: Final = 20
+"""Of one candidate. This store answers without a wait: who loses each term at once would campaign for ever."""
 
 
 class Hosts:
@@ -94,9 +96,12 @@ class Services:
     def __init__(self, hosts: Hosts, host: HostName) -> None:
         self._hosts, self._host = hosts, host
         self._running: dict[WorldId, asyncio.Task[None]] = {}
+        self._num_terms = 0
 
     def start_standby(self) -> None:
-        """Start nothing."""
+        """Start nothing; a term begins with this."""
+        self._num_terms += 1
+        assert self._num_terms <= MAX_TERMS, "elected again and again, each time without a result"
 
     def start(self, world: WorldId, num_processes: int, num_seats: int) -> None:
         if world not in self._running:
