@@ -19,29 +19,18 @@ def find_sources(jaxpr: Any) -> list[Source]:  # noqa: ANN401 - closed or not
     >>> find_sources(jax.make_jaxpr(lambda a, b, c: (jax.jit(lambda x: (x, x + 1))(b), a))(1.0, 2.0, 3.0))
     [1, None, 0]
     """
-    inner = unwrap_jaxpr(jaxpr)
-    return _walk(inner, range(len(inner.invars)))
-
-
-def _walk(jaxpr: core.Jaxpr, sources: Any) -> list[Source]:  # noqa: ANN401 - a sequence of sources
-    return walk(jaxpr, sources, _apply, read_constant=lambda _: None, read_literal=lambda _: None)
+    inputs = range(len(unwrap_jaxpr(jaxpr).invars))
+    return walk(jaxpr, inputs, _apply, read_constant=lambda *_: None, enters=CALLS)
 
 
 def _apply(equation: core.JaxprEqn, sources: tuple[Source, ...]) -> list[Source]:
-    if equation.primitive.name not in CALLS | {"scan"}:
+    if equation.primitive.name != "scan":
         return [None] * len(equation.outvars)
-    body = get_body(equation).jaxpr
-    if len(body.invars) != len(sources):
-        return [None] * len(equation.outvars)
-    # Positions, since two operands may have the same source or none.
-    ends = _walk(body, range(len(sources)))
-    if equation.primitive.name == "scan":
-        consts, carries = get_scan_arity(equation)
-        # A carry is unchanged if it is returned in its own place; a stacked result if it is what is scanned over.
-        ends = [
-            end
-            if end is not None and (end == consts + place if place < carries else end >= consts + carries)
-            else None
-            for place, end in enumerate(ends)
-        ]
-    return [None if end is None else sources[end] for end in ends]
+    consts, carries = get_scan_arity(equation)
+    # A carry is unchanged if it is returned in its own place; a stacked result if it is what is scanned over.
+    return [
+        sources[end]
+        if end is not None and (end == consts + place if place < carries else end >= consts + carries)
+        else None
+        for place, end in enumerate(find_sources(get_body(equation)))
+    ]
