@@ -27,7 +27,7 @@ class ExitCode(enum.IntEnum):
     OUT_OF_RESOURCES = 75
     """The machine had no descriptor, process or memory left for this agent: start it again (sysexits' EX_TEMPFAIL)."""
     STORE_LOST = 80
-    """The store stayed unreachable for `store_timeout_s`."""
+    """The store stayed unreachable for 20 times `lease_ttl_s`."""
     RESTART_BUDGET_EXHAUSTED = 81
     """A worker died more often than its restart budget allows."""
     TOO_FEW_HOSTS = 82

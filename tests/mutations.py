@@ -681,9 +681,9 @@ MUTATIONS: Final = (
     Mutation(
         "updates",
         "sharding/jaxprs.py",
-        "results = [(number, var) for var in equation.outvars]",
-        "results = [(0, var) for var in equation.outvars]",
-        "two calls of one function have the results of the last",
+        "@dataclasses.dataclass(frozen=True, slots=True, eq=False)",
+        "@dataclasses.dataclass(frozen=True, slots=True)",
+        "a value of a program is taken for another",
     ),
     Mutation(
         "audits",

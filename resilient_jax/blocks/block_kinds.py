@@ -155,10 +155,9 @@ def _make_function(
     def run(
         weights: Values, x: Values, data: Values, constants: Values
     ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        arrays = dict(zip(jaxpr.constvars, constants[num_literals:], strict=True))
-        places = itertools.count()
+        arrays, places = iter(constants[num_literals:]), itertools.count()
 
-        def read_literal(_: core.Literal) -> Value:
+        def read_literal(*_: object) -> Value:
             place = next(places)
             return constants[place_of[place]] if place in place_of else literals[place][()]
 
@@ -166,7 +165,7 @@ def _make_function(
             jaxpr,
             [*weights, *x, *data],
             bind_equation,
-            read_constant=arrays.__getitem__,
+            read_constant=lambda *_: next(arrays),
             read_literal=read_literal,
         )
         return tuple(found[: trace.num_outputs]), tuple(found[trace.num_outputs :])

@@ -9,7 +9,7 @@ from typing import Any, Final
 import jax
 from jax.extend import core
 
-from resilient_jax.sharding.jaxprs import bind_equation, get_body, walk
+from resilient_jax.sharding.jaxprs import bind_equation, walk
 
 Value = Any
 """An array, or what stands for one in a trace."""
@@ -23,25 +23,9 @@ def inline_calls(closed: core.ClosedJaxpr, names: frozenset[str] = INLINED) -> c
     """Return a program with the equations of its calls, of primitives of these names, in place of the calls."""
 
     def inlined(*inputs: Value) -> list[Value]:
-        return _interpret(closed.jaxpr, closed.consts, inputs, names)
+        return walk(closed, inputs, bind_equation, read_constant=lambda _, content: content, enters=names)
 
     return jax.make_jaxpr(inlined)(*map(describe_var, closed.jaxpr.invars))
-
-
-def _interpret(
-    jaxpr: core.Jaxpr, consts: Sequence[Value], inputs: Sequence[Value], names: frozenset[str]
-) -> list[Value]:
-    constants = dict(zip(jaxpr.constvars, consts, strict=True))
-
-    def apply(equation: core.JaxprEqn, operands: tuple[Value, ...]) -> Sequence[Value]:
-        if equation.primitive.name not in names:
-            return bind_equation(equation, operands)
-        body = get_body(equation)
-        return _interpret(body.jaxpr, body.consts, operands, names)
-
-    return walk(
-        jaxpr, inputs, apply, read_constant=constants.__getitem__, read_literal=lambda literal: literal.val
-    )
 
 
 def describe_var(var: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - a variable or a literal

@@ -160,7 +160,7 @@ def _refuse_hidden_marks(jaxpr: Any, inside: tuple[str, ...] = ()) -> None:  # n
     """
     for equation in unwrap_jaxpr(jaxpr).eqns:
         name = equation.primitive.name
-        if not inside and name in REMATERIALIZED and len(_list_calls(get_body(equation).jaxpr)) == 1:
+        if not inside and name in REMATERIALIZED and len(_list_calls(get_body(equation))) == 1:
             continue
         if inside and read_mark(equation) is not None:
             raise CallerError(
@@ -201,7 +201,7 @@ def _find_layer_scans(jaxpr: core.Jaxpr, num_leaves: int) -> tuple[list[core.Jax
         number if number < num_leaves and describe_var(var).shape else None
         for number, var in enumerate(jaxpr.invars)
     ]
-    walk(jaxpr, inputs, apply, read_constant=lambda _: None, read_literal=lambda _: None)
+    walk(jaxpr, inputs, apply, read_constant=lambda *_: None)
     return scans, lengths
 
 
@@ -241,7 +241,7 @@ class _Flattener:
         for weight, value in zip(self._table.weights, weights, strict=True):
             before = leaves[weight.leaf].layers if leaves[weight.leaf] else ()
             leaves[weight.leaf] = value if weight.layer is None else _Stack((*before, value))
-        outputs = self._interpret(self._closed.jaxpr, self._closed.consts, [*leaves, *others])
+        outputs = self._interpret(self._closed, [*leaves, *others])
         found: list[Value] = []
         for output, count in zip(outputs, self._splits, strict=True):
             found += (
@@ -251,14 +251,13 @@ class _Flattener:
             )
         return found
 
-    def _interpret(self, jaxpr: core.Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-        constants = dict(zip(jaxpr.constvars, consts, strict=True))
+    def _interpret(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:  # noqa: ANN401 - closed or not
         return walk(
             jaxpr,
             inputs,
             self._apply,
-            read_constant=constants.__getitem__,
-            read_literal=lambda literal: np.asarray(literal.val, literal.aval.dtype)[()],  # pyright: ignore[reportAttributeAccessIssue] - of an array
+            read_constant=lambda _, content: content,
+            read_literal=lambda aval, content: np.asarray(content, aval.dtype)[()],
         )
 
     def _apply(self, equation: core.JaxprEqn, operands: tuple[Value, ...]) -> Sequence[Value]:
@@ -267,10 +266,9 @@ class _Flattener:
         if any(isinstance(operand, _Stack) for operand in operands):
             return _apply_to_stacks(equation, operands)
         if equation.primitive.name in INLINED:
-            body = get_body(equation)
-            return self._interpret(body.jaxpr, body.consts, operands)
+            return self._interpret(get_body(equation), operands)
         if equation.primitive.name in REMATERIALIZED:
-            for call in _list_calls(get_body(equation).jaxpr):
+            for call in _list_calls(get_body(equation)):
                 results = bind_equation(equation, _mark_all(operands, f"{INPUT}{call}"))
                 return _mark_all(results, f"{OUTPUT}{call}")
         if _is_constant(equation, operands):
@@ -289,7 +287,7 @@ class _Flattener:
             layer = length - 1 - iteration if scan.params["reverse"] else iteration
             carry = _mark_all(carry, f"{INPUT}{layer}")
             scanned = [_take_layer(operand, layer) for operand in operands[consts + carries :]]
-            results = self._interpret(body.jaxpr, body.consts, [*fixed, *carry, *scanned])
+            results = self._interpret(body, [*fixed, *carry, *scanned])
             carry, outputs[layer] = results[:carries], results[carries:]
         stacked = zip(*(outputs[layer] for layer in range(length)), strict=True)
         return [*_mark_all(carry, f"{OUTPUT}0"), *map(_Stack, stacked)]

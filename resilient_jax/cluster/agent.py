@@ -128,7 +128,7 @@ class Agent:
 
         Raises:
             JoinRefused: the job does not let this host in, or not with its script, or a GPU of the host must not train.
-            StoreUnreachable: the store did not answer for `store_timeout_s`.
+            StoreUnreachable: the store did not answer for `JobConfig.store_timeout_s`.
         """
         loop = asyncio.get_running_loop()
         for notice in list_handled_notices():

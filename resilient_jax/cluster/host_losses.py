@@ -7,6 +7,7 @@ so that the count outlives leaders.
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.stored_records import ENCODER, decode_record
+from resilient_jax.config.job_config import RESTART_WINDOW_S
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.facts import MembershipState, is_draining
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
@@ -83,7 +84,7 @@ def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
 
 
 async def note_host_loss(context: AgentContext, host: HostName, leader_token: Revision) -> None:
-    """Count a host's loss; quarantine the host if it was lost more than `max_host_losses` times in `restart_window_s`.
+    """Count a host's loss; quarantine the host if it was lost more than `max_host_losses` times in `RESTART_WINDOW_S`.
 
     Args:
         leader_token: token of the leader; nothing is written if another leads by now.
@@ -95,15 +96,15 @@ async def note_host_loss(context: AgentContext, host: HostName, leader_token: Re
     key, now_s = make_losses_key(job, host), context.clock.wall_s()
     stored = await store.get(key)
     before = () if stored is None else decode_record(stored, HostLosses).lost_wall_s
-    recent = tuple(lost_s for lost_s in before if now_s - lost_s < config.restart_window_s)
+    recent = tuple(lost_s for lost_s in before if now_s - lost_s < RESTART_WINDOW_S)
     tries = {Tries.HOST_LOSSES: config.max_host_losses}
     if choose_action(Evidence.HOST_LOST, len(recent), tries) is Action.TAKE_HOST_OUT:
         reason = (
-            f"it was lost {len(recent) + 1} times within {config.restart_window_s:g} s, more often than "
+            f"it was lost {len(recent) + 1} times within {RESTART_WINDOW_S:g} s, more often than "
             f"max_host_losses = {config.max_host_losses} allows"
         )
         await quarantine_host(context, host, reason, leader_token=leader_token)
-    lease = await store.grant(config.restart_window_s)
+    lease = await store.grant(RESTART_WINDOW_S)
     leads = Compare(make_leader_key(job), CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, leader_token)
     record = HostLosses(host=host, lost_wall_s=(*recent, now_s))
     await store.transaction([leads], [PutOp(key, ENCODER.encode(record), lease)])

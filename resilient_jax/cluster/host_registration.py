@@ -124,7 +124,7 @@ class HostRegistration:
         Raises:
             JoinRefused: the job does not let this host in.
             LogUnwritable: the script cannot be kept in the run folder.
-            StoreUnreachable: no session could be opened within `store_timeout_s`.
+            StoreUnreachable: no session could be opened within `JobConfig.store_timeout_s`.
         """
         settings, clock = self._context.settings, self._context.clock
         deadline_s = clock.monotonic_s() + settings.config.store_timeout_s

@@ -5,6 +5,7 @@ import sys
 
 from resilient_jax.cluster.agent_context import AgentContext
 from resilient_jax.cluster.restart_budget import RestartBudget
+from resilient_jax.config.job_config import RESTART_WINDOW_S
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, Incarnation
@@ -51,7 +52,7 @@ class WorkerRestarts:
         config = context.settings.config
         self._budget = RestartBudget(
             max_restarts=config.max_restarts,
-            window_s=config.restart_window_s,
+            window_s=RESTART_WINDOW_S,
             backoff_s=config.restart_backoff_s,
         )
         # It has no end: a shortage is not the worker's fault, and says nothing about the next one.
@@ -95,6 +96,6 @@ class WorkerRestarts:
             exit_code=int(ExitCode.RESTART_BUDGET_EXHAUSTED),
             host=host,
             message=f"the worker on {host} died {config.max_restarts + 1} times within "
-            f"{config.restart_window_s:g} s, more often than max_restarts = {config.max_restarts} allows; "
+            f"{RESTART_WINDOW_S:g} s, more often than max_restarts = {config.max_restarts} allows; "
             f"the end of its standard error:\n{last_errors}",
         )

@@ -18,7 +18,7 @@ from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.worker_messages import SnapshotSettings, WorkerSettings
 
 STALL_DUMP_SHARE = 0.5
-"""Of `heartbeat_timeout_s`: a process from which nothing is heard prints its stacks before it is killed."""
+"""Of `JobConfig.heartbeat_timeout_s`: a process from which nothing is heard prints its stacks before it is killed."""
 
 
 class WorkerStarter:

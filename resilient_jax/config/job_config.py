@@ -1,6 +1,6 @@
 """The settings of one job: timeouts, restart budgets, snapshots, and what to do when the state is lost."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -9,6 +9,12 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 """A positive duration of at most a day: a longer one is a mistyped unit, and `inf` would unbound a wait."""
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+RESTART_WINDOW_S: Final = 600.0
+"""How long a restart counts against `max_restarts`, and a loss against `max_host_losses`. A month's job is not ended by
+five crashes spread over it; but so many starts of a worker that crashes at once, with their pauses, take minutes."""
+STORE_TIMEOUT_LEASES: Final = 20.0
+"""How many times the duration of a lease an agent tries to reach the store."""
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +31,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     lease_ttl_s: Seconds = 3.0
     """Seconds without a keep-alive until the store counts a host as dead. A lost host is noticed this late at worst;
-    much shorter, and a busy machine's pause is taken for a death."""
+    much shorter, and a busy machine's pause is taken for a death. An agent that cannot reach the store gives up after
+    20 times as long: in a minute a node of the store has restarted."""
 
     forming_timeout_s: Seconds = 60.0
     """Seconds for all members of a new generation to connect; members that have not are left out. Covers a slow import
@@ -44,7 +51,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hang_timeout_s: Seconds = 60.0
     """Seconds below which a step's input, computation or sum is never taken for a hang. The deadline of each is 10
     times the longest of late in this very job, if that is more. Then the host that keeps the others waiting is named,
-    the stacks of all hosts are kept, and its worker is left out and started again."""
+    the stacks of all hosts are kept, and its worker is left out and started again. A worker whose guard thread sends
+    nothing for so long and `quiesce_timeout_s` is killed: it is stopped or wedged, as the guard sends heartbeats even
+    while XLA compiles."""
 
     user_code_timeout_s: Seconds = 240.0
     """The same for code of the script's own between tasks, for checkpoints, for restoring, and for what runs for the
@@ -54,15 +63,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds from the launch until `min_hosts` have joined; then the job ends with an error. Machines of one
     allocation start minutes apart."""
 
-    heartbeat_timeout_s: Seconds = 60.0
-    """Seconds without a message of a worker's guard thread until the agent kills the worker. The guard sends heartbeats
-    even while XLA compiles, so this catches a stopped or wedged process, not a slow step."""
-
-    store_timeout_s: Seconds = 60.0
-    """Seconds an agent keeps trying to reach the store before it gives up. Outlasts the restart of a store node."""
-
     max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
-    """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and is quarantined, and
+    """Restarts of one host's worker within ten minutes; after one more the host gives up and is quarantined, and
     the others continue without it. Zero: never restart."""
 
     max_error_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 1
@@ -70,7 +72,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     quarantined. What two hosts raise alike ends the job at once. Each counts against `max_restarts`, too."""
 
     max_host_losses: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
-    """Losses of one host within `restart_window_s`, without a notice that it leaves; after one more it is quarantined,
+    """Losses of one host within ten minutes, without a notice that it leaves; after one more it is quarantined,
     unless fewer than `min_hosts` would be left."""
 
     quarantine_s: Seconds = 3600.0
@@ -84,13 +86,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     devices (as `devices_after_loss` says), or a pipeline gives it fewer layers. `report`: it is named, and nothing
     else."""
 
-    restart_window_s: Seconds = 600.0
-    """Seconds that a restart counts against `max_restarts`, and a loss against `max_host_losses`. Forgets old failures,
-    so that a month's job is not ended by five crashes spread over it."""
-
     restart_backoff_s: Annotated[float, Meta(ge=0, le=3_600)] = 1.0
-    """Seconds before a worker's second restart in a window, doubled for each one after. The first restart is immediate:
-    most crashes do not repeat."""
+    """Seconds before a worker's second restart within ten minutes, doubled for each one after. The first restart is
+    immediate: most crashes do not repeat."""
 
     standby: Literal["off", "seat"] = "off"
     """A process on each host that waits to replace the host's worker when that dies. `off`: none; a new worker is
@@ -173,3 +171,16 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What to do when all hosts with the training state died at once, and no snapshot can be restored. `checkpoint`:
     resume from the newest checkpoint on storage, and stop with an error if there is none; `stop`: stop although there
     is one; `restart`: as `checkpoint`, but with the initial state if there is none. Only `restart` starts over."""
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Seconds without a message of a worker's guard until the agent kills the worker.
+
+        Later than the other hosts name a hang and ask its worker to leave: they know more about it.
+        """
+        return self.hang_timeout_s + self.quiesce_timeout_s
+
+    @property
+    def store_timeout_s(self) -> float:
+        """Seconds for which an agent tries to reach the store before it gives up."""
+        return STORE_TIMEOUT_LEASES * self.lease_ttl_s

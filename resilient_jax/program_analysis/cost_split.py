@@ -77,7 +77,7 @@ class TracedProgram:
         """Bytes of one element in the matrix product with most FLOPs."""
         largest = max(self.propagated.operations, key=lambda found: found.matmul_flops, default=None)
         inputs = largest.operation.inputs if largest is not None else ()
-        value = next((v for v in inputs if v is not None and v.size), None)
+        value = next((v for v in inputs if v.size), None)
         return value.bytes // value.size if value is not None else 4
 
 
@@ -240,7 +240,7 @@ def _sum_bytes_moved(traced: TracedProgram) -> CostShares:
         if operation.name in FUSIBLE_PRIMITIVES:
             continue
         for value in (*operation.inputs, *operation.outputs):
-            if value is not None and value in kinds:
+            if value in kinds:
                 moved = value.bytes * operation.iterations / traced.num_examples
                 total[annotated.part, kinds[value]] += moved  # pyright: ignore[reportArgumentType] - floats add too
     return total

@@ -2,13 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from resilient_jax.sharding.jaxprs import CALLS, inner_jaxprs, iterate_equations, unwrap_jaxpr, walk
+from resilient_jax.sharding.jaxprs import (
+    CALLS,
+    get_body,
+    inner_jaxprs,
+    iterate_equations,
+    unwrap_jaxpr,
+    walk,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +41,19 @@ class Operation:
     """One application of a JAX primitive.
 
     Attributes:
-        inputs: arrays that the operation reads; None for a literal.
+        equation: application in its jaxpr.
+        inputs: arrays that the operation reads, literals included.
     """
 
-    name: str
-    params: Mapping[str, Any]
-    inputs: tuple[Value | None, ...]
+    equation: core.JaxprEqn
+    inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     iterations: int
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.equation.primitive.name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +62,14 @@ class OperationTrace:
 
     Attributes:
         inputs: inputs, flat, in the order of the function's arguments.
-        outputs: outputs, flat; None for a literal.
+        outputs: outputs, flat.
         slices: maps what a loop reads in one iteration to the array that it scans over.
         carries: what a loop hands from one iteration to the next, with the loop's number of iterations.
         stacks: what a loop has written in all iterations, with the index of the last operation of the loop's body.
     """
 
     inputs: tuple[Value, ...]
-    outputs: tuple[Value | None, ...]
+    outputs: tuple[Value, ...]
     operations: tuple[Operation, ...]
     slices: Mapping[Value, Value]
     carries: Mapping[Value, int]
@@ -68,7 +80,7 @@ def trace_operations(function: Callable[..., Any], *arguments: Any) -> Operation
     """Return the operations of `function(*arguments)`, traced with the shapes of the arguments alone."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     tracer = _Tracer()
-    inputs = tuple(_make_value(var) for var in jaxpr.invars)
+    inputs = tuple(_make_value(var.aval) for var in jaxpr.invars)
     outputs = tracer.trace(jaxpr, inputs, 1)
     return OperationTrace(
         inputs=inputs,
@@ -89,8 +101,8 @@ def _count_equations(jaxpr: Any) -> int:  # noqa: ANN401 - closed or not, by JAX
     return sum(1 for _ in iterate_equations(jaxpr))
 
 
-def _make_value(var: Any, stack_of: Value | None = None) -> Value:  # noqa: ANN401 - a jaxpr's variable
-    shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
+def _make_value(aval: Any, stack_of: Value | None = None) -> Value:  # noqa: ANN401 - an abstract array
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     itemsize = getattr(dtype, "itemsize", 0)
     return Value(tuple(shape), math.prod(shape) * itemsize, stack_of)
 
@@ -104,63 +116,55 @@ class _Tracer:
         self.carries: dict[Value, int] = {}
         self.stacks: dict[Value, int] = {}
 
-    def trace(
-        self, jaxpr: core.Jaxpr, inputs: tuple[Value | None, ...], iterations: int
-    ) -> list[Value | None]:
+    def trace(self, jaxpr: Any, inputs: Sequence[Value], iterations: int) -> list[Value]:  # noqa: ANN401 - closed or not
         """Add the operations of a jaxpr that runs `iterations` times, and return the values of its outputs."""
         return walk(
             jaxpr,
             inputs,
             lambda equation, operands: self._trace_equation(equation, operands, iterations),
-            read_constant=_make_value,
-            read_literal=lambda _: None,
+            read_constant=lambda aval, _: _make_value(aval),
+            enters=CALLS,
         )
 
     def _trace_equation(
-        self, equation: core.JaxprEqn, operands: tuple[Value | None, ...], iterations: int
-    ) -> list[Value | None]:
+        self, equation: core.JaxprEqn, operands: tuple[Value, ...], iterations: int
+    ) -> Sequence[Value]:
         name, inner = equation.primitive.name, inner_jaxprs(equation)
         if name == "scan":
             return self._trace_scan(equation, operands, iterations)
         # One branch runs; the longest is the safe estimate.
         if name == "cond" and inner:
-            return self.trace(unwrap_jaxpr(max(inner, key=_count_equations)), operands[1:], iterations)
-        if name in CALLS and inner and len(unwrap_jaxpr(inner[0]).invars) == len(operands):
-            return self.trace(unwrap_jaxpr(inner[0]), operands, iterations)
-        outputs = tuple(_make_value(var) for var in equation.outvars)
+            return self.trace(max(inner, key=_count_equations), operands[1:], iterations)
+        outputs = tuple(_make_value(var.aval) for var in equation.outvars)
         self.operations.append(
-            Operation(
-                name=name, params=equation.params, inputs=operands, outputs=outputs, iterations=iterations
-            )
+            Operation(equation=equation, inputs=operands, outputs=outputs, iterations=iterations)
         )
-        return list(outputs)
+        return outputs
 
     def _trace_scan(
-        self, equation: core.JaxprEqn, operands: tuple[Value | None, ...], iterations: int
-    ) -> list[Value | None]:
-        body = unwrap_jaxpr(equation.params["jaxpr"])
-        inputs: list[Value | None] = []
-        for var, operand in zip(body.invars, operands, strict=True):
-            value = _make_value(var)
+        self, equation: core.JaxprEqn, operands: tuple[Value, ...], iterations: int
+    ) -> list[Value]:
+        body = get_body(equation)
+        inputs: list[Value] = []
+        for var, operand in zip(unwrap_jaxpr(body).invars, operands, strict=True):
+            value = _make_value(var.aval)
             # A scanned operand: one slice in each iteration.
-            if operand is not None and operand.shape != value.shape:
+            if operand.shape != value.shape:
                 self.slices[value] = operand
                 inputs.append(value)
             else:
                 inputs.append(operand)
         length = equation.params["length"]
-        results = self.trace(body, tuple(inputs), iterations * length)
+        results = self.trace(body, inputs, iterations * length)
         return [
             self._finish_scan(var, result, length)
             for var, result in zip(equation.outvars, results, strict=True)
         ]
 
-    def _finish_scan(self, var: Any, result: Value | None, length: int) -> Value | None:  # noqa: ANN401 - a variable
+    def _finish_scan(self, var: Any, result: Value, length: int) -> Value:  # noqa: ANN401 - a variable
         """Return a result of a scan: its last carry, or the stack of what it wrote in all iterations."""
-        if result is None:
-            return None
         if tuple(var.aval.shape) != result.shape:
-            stack = _make_value(var, stack_of=result)
+            stack = _make_value(var.aval, stack_of=result)
             self.stacks[stack] = len(self.operations) - 1
             return stack
         self.carries[result] = length

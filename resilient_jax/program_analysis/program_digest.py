@@ -155,6 +155,8 @@ class _Digester:
         without_constants: jaxpr whose constants' content does not count; None: the content of all constants counts.
     """
 
+    _enters = CALLS
+
     def __init__(self, without_constants: core.ClosedJaxpr | None) -> None:
         self._without_constants = without_constants
         self._bodies: dict[int, tuple[Any, _Body]] = {}
@@ -175,21 +177,12 @@ class _Digester:
         return body
 
     def _walk(self, jaxpr: Any, inputs: Sequence[_Node]) -> list[_Node]:  # noqa: ANN401 - closed or not
-        inside = unwrap_jaxpr(jaxpr)
-        consts = () if jaxpr is self._without_constants else getattr(jaxpr, "consts", ())
-        values = dict(zip(inside.constvars, consts, strict=False))
-        return walk(
-            inside,
-            inputs,
-            self._apply,
-            read_constant=lambda var: _make_constant(var.aval, values.get(var)),
-            read_literal=lambda literal: _make_constant(literal.aval, literal.val),
-        )
+        if jaxpr is self._without_constants:
+            jaxpr = unwrap_jaxpr(jaxpr)
+        return walk(jaxpr, inputs, self._apply, read_constant=_make_constant, enters=self._enters)
 
     def _apply(self, equation: core.JaxprEqn, operands: tuple[_Node, ...]) -> Sequence[_Node]:
         name, inner = equation.primitive.name, inner_jaxprs(equation)
-        if name in CALLS and inner and len(unwrap_jaxpr(inner[0]).invars) == len(operands):
-            return self._walk(inner[0], operands)
         if name in IDENTITIES and len(operands) == len(equation.outvars):
             return operands
         if name == "convert_element_type" and _get_dtype(equation.invars[0]) == _get_dtype(
@@ -251,6 +244,8 @@ class _Digester:
 
 class _OutlineDigester(_Digester):
     """Digests a program without what its calls compute: equal outlines in one process, equal programs."""
+
+    _enters = frozenset()
 
     def _apply(self, equation: core.JaxprEqn, operands: tuple[_Node, ...]) -> Sequence[_Node]:
         inner = inner_jaxprs(equation)

@@ -84,7 +84,7 @@ class _DataFlow:
         self.parameter_uses: dict[int, list[Value]] = {}
         sources: dict[Value, list[Value]] = {value: [value] for value in parameters}
         for index, operation in enumerate(trace.operations):
-            inputs = [trace.slices.get(value, value) for value in operation.inputs if value is not None]
+            inputs = [trace.slices.get(value, value) for value in operation.inputs]
             used = [source for value in inputs for source in sources.get(value, ())]
             if any(self.depends(value) for value in inputs):
                 self.dependent.update(operation.outputs)
@@ -143,12 +143,7 @@ def _assign_unrolled_layers(
 
 def _count_live_bytes(operations: Sequence[Operation], flow: _DataFlow) -> list[int]:
     """Return the bytes that depend on the batch and are used later, after each operation."""
-    last_use = {
-        value: index
-        for index, operation in enumerate(operations)
-        for value in operation.inputs
-        if value is not None
-    }
+    last_use = {value: index for index, operation in enumerate(operations) for value in operation.inputs}
     # live(i) = live(i - 1) + bytes made by operation i and used later - bytes last used by operation i.
     freed: collections.Counter[int] = collections.Counter()
     live, live_after = 0, []

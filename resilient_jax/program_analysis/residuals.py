@@ -16,42 +16,10 @@ from resilient_jax.program_analysis.operations import Operation, OperationTrace,
 from resilient_jax.program_analysis.sharding_propagation import PropagatedSharding, ShardingKind
 from resilient_jax.sharding.logical_axes import Tree
 
-FUSIBLE_PRIMITIVES: Final = frozenset(
-    {
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "broadcast_in_dim",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "eq",
-        "expand_dims",
-        "ge",
-        "gt",
-        "integer_pow",
-        "le",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "one_minus_square",
-        "or",
-        "reshape",
-        "select_n",
-        "sign",
-        "slice",
-        "square",
-        "squeeze",
-        "stop_gradient",
-        "sub",
-        "transpose",
-    }
-)
+_NAMES: Final = """abs add add_any and broadcast_in_dim clamp convert_element_type copy eq expand_dims ge gt
+    integer_pow le lt max min mul ne neg not one_minus_square or reshape select_n sign slice square squeeze
+    stop_gradient sub transpose"""
+FUSIBLE_PRIMITIVES: Final = frozenset(_NAMES.split())
 """Primitives that XLA recomputes in every fusion instead of writing their results to memory."""
 
 UNFUSED_PRIMITIVES: Final = frozenset(
@@ -104,14 +72,14 @@ def count_block_residual_bytes(
         trace: trace of `compute_residuals`.
     """
     total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
-    found = {value for value in trace.outputs if value is not None and value in propagated.kinds}
+    found = {value for value in trace.outputs if value in propagated.kinds}
     for value in found.difference(trace.inputs):
         total[propagated.parts[value], propagated.kinds[value]] += value.bytes
     return total
 
 
 def _find_kept_values(
-    residuals: Iterable[Value | None],
+    residuals: Iterable[Value],
     fusible: Mapping[Value, Operation],
     kinds: Mapping[Value, ShardingKind],
 ) -> set[Value]:
@@ -125,11 +93,11 @@ def _find_kept_values(
         kinds: kinds of values that depend on the batch.
     """
     operands = {
-        value: [operand for operand in operation.inputs if operand is not None and operand in kinds]
+        value: [operand for operand in operation.inputs if operand in kinds]
         for value, operation in fusible.items()
     }
     kept: set[Value] = set()
-    pending = [value for value in residuals if value is not None and value in kinds]
+    pending = [value for value in residuals if value in kinds]
     seen: set[Value] = set()
     while pending:
         value = pending.pop()

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_analysis.operations import Operation, OperationTrace, Value
+from resilient_jax.sharding.dim_propagation import make_unnamed, propagate_through_equation
 from resilient_jax.sharding.logical_axes import LogicalNames
 
 
@@ -153,16 +154,16 @@ class _Propagation:
     def add(self, operation: Operation, part: ModelPart) -> None:
         """Propagate through one more operation."""
         self._part = part
-        inputs = [value for value in operation.inputs if value is not None]
+        inputs = operation.inputs
         for value in inputs:
             self.resolve_stack(value)
             self._resolve_slice(value)
         depends = any(value in self.kinds for value in inputs)
-        source = next((value for value in inputs if value in self._names), None)
-        # A value computed from a parameter alone keeps the parameter's names.
-        if source is not None and not depends:
-            for value in operation.outputs:
-                self._names[value] = _propagate_names(operation, source, value, self._names[source])
+        # A value computed from parameters alone has names, too.
+        if not depends and any(value in self._names for value in inputs):
+            names = [self._names.get(value, make_unnamed(value)) for value in inputs]
+            found = propagate_through_equation(operation.equation, names)
+            self._names.update(zip(operation.outputs, found, strict=True))
         sharding = self._shard(operation)
         if depends:
             for value in operation.outputs:
@@ -172,9 +173,9 @@ class _Propagation:
             AnnotatedOperation(operation=operation, part=part, kind=sharding.work, matmul_flops=flops)
         )
 
-    def resolve_stack(self, value: Value | None) -> None:
+    def resolve_stack(self, value: Value) -> None:
         """Give a loop's stack the sharding of what the loop writes into it."""
-        if value is not None and value.stack_of in self.kinds and value not in self.kinds:
+        if value.stack_of in self.kinds and value not in self.kinds:
             self.kinds[value] = self.kinds[value.stack_of]
             self.parts[value] = self.parts[value.stack_of]
 
@@ -196,38 +197,33 @@ class _Propagation:
             case "ragged_dot" | "ragged_dot_general":
                 left, right = operation.inputs[0], operation.inputs[1]
                 # 2 n k for n elements of the result and k contracted: each row meets one expert's matrix.
-                flops = 2.0 * operation.outputs[0].size * (left.shape[-1] if left else 1)
+                flops = 2.0 * operation.outputs[0].size * left.shape[-1]
                 return self._shard_by_parameter(operation, right, flops)
             case "conv_general_dilated":
                 kernel = operation.inputs[1]
-                features = operation.params["dimension_numbers"].rhs_spec[0]
+                features = operation.equation.params["dimension_numbers"].rhs_spec[0]
                 # 2 n k with k = elements of the kernel per output feature.
-                window = kernel.size / kernel.shape[features] if kernel else 0.0
+                window = kernel.size / kernel.shape[features]
                 return self._shard_by_parameter(operation, kernel, 2.0 * operation.outputs[0].size * window)
-            case "gather" if VOCABULARY_NAME in self._get_names(operation.inputs[0]):
+            case "gather" if VOCABULARY_NAME in self._names.get(operation.inputs[0], ()):
                 self._exchange(operation.outputs[0], operation, (1, 0), Axis.TENSOR, VOCABULARY_NAME)
                 return _Sharding(ShardingKind.REPLICATED, ShardingKind.REPLICATED)
             case _:
                 kind = self._strongest_kind(operation)
                 return _Sharding(kind, kind)
 
-    def _shard_by_parameter(self, operation: Operation, parameter: Value | None, flops: float) -> _Sharding:
+    def _shard_by_parameter(self, operation: Operation, parameter: Value, flops: float) -> _Sharding:
         """Return the sharding of a product whose contracted dims no axis shards."""
-        kind = self._kind_of_names(self._get_names(parameter)) or self._strongest_kind(operation)
+        kind = self._kind_of_names(self._names.get(parameter, ())) or self._strongest_kind(operation)
         return _Sharding(kind, kind, flops)
-
-    def _get_names(self, value: Value | None) -> LogicalNames:
-        return self._names.get(value, ()) if value is not None else ()
 
     def _shard_product(self, operation: Operation) -> _Sharding:
         # FLOPs: a multiplication and an addition for each element of the result and each contracted index.
-        (left_dims, right_dims), _ = operation.params["dimension_numbers"]
+        (left_dims, right_dims), _ = operation.equation.params["dimension_numbers"]
         left, right = operation.inputs
-        contracted = math.prod(left.shape[dim] for dim in left_dims) if left is not None else 1
-        flops = 2.0 * operation.outputs[0].size * contracted
+        flops = 2.0 * operation.outputs[0].size * math.prod(left.shape[dim] for dim in left_dims)
         for parameter, dims, other in ((left, left_dims, right), (right, right_dims, left)):
-            if parameter is not None and parameter in self._names:
-                names = self._get_names(parameter)
+            if (names := self._names.get(parameter)) is not None:
                 kind = self._kind_of_names(names) or ShardingKind.REPLICATED
                 is_partial = any(self._mesh_axes.get(names[dim] or "") is Axis.TENSOR for dim in dims)
                 self._complete_partial_sums(operation, kind, other, is_partial=is_partial)
@@ -236,7 +232,7 @@ class _Propagation:
         return self._shard_product_of_activations(operation, flops)
 
     def _complete_partial_sums(
-        self, operation: Operation, kind: ShardingKind, other: Value | None, *, is_partial: bool
+        self, operation: Operation, kind: ShardingKind, other: Value, *, is_partial: bool
     ) -> None:
         """Add the exchanges of a product of a sharded parameter and the activation `other`.
 
@@ -250,20 +246,20 @@ class _Propagation:
             both = 1 if axis is Axis.EXPERT else 0
             if is_partial:
                 self._exchange(operation.outputs[0], operation, (1, both), axis, name)
-            elif other is not None and (other, axis) not in self._exchanged_inputs:
+            elif (other, axis) not in self._exchanged_inputs:
                 self._exchanged_inputs.add((other, axis))
                 self._exchange(other, operation, (both, 1), axis, name)
 
     def _shard_product_of_activations(self, operation: Operation, flops: float) -> _Sharding:
         """Return the sharding of a product of two activations: attention, if they are sharded."""
         inputs = [value for value in operation.inputs if value in self.kinds]
-        kinds = {self.kinds[value] for value in inputs if value is not None}
+        kinds = {self.kinds[value] for value in inputs}
         # The experts' results, combined in the order of tokens.
         if ShardingKind.EXPERT in kinds:
             return _Sharding(ShardingKind.EXPERT, ShardingKind.REPLICATED, flops)
         # The smaller operand has keys or values; queries and scores are larger.
         if len(inputs) == 2:
-            smaller = min((value for value in inputs if value is not None), key=lambda value: value.bytes)
+            smaller = min(inputs, key=lambda value: value.bytes)
             self._exchange(smaller, operation, (1, 1), Axis.SEQUENCE, None)
         if kinds <= {ShardingKind.REPLICATED}:
             return _Sharding(ShardingKind.REPLICATED, ShardingKind.REPLICATED, flops)
@@ -304,52 +300,6 @@ class _Propagation:
         """Return the strongest kind of an operation's inputs: of those as large as its result, if there are any."""
         inputs = [value for value in operation.inputs if value in self.kinds]
         size = operation.outputs[0].size if operation.outputs else 0
-        same_size = [value for value in inputs if value is not None and value.size == size] or inputs
-        return max(
-            (self.kinds[value] for value in same_size if value is not None),
-            key=STRENGTH.__getitem__,
-            default=ShardingKind.REPLICATED,
-        )
-
-
-def _propagate_names(operation: Operation, source: Value, result: Value, names: LogicalNames) -> LogicalNames:
-    """Return the names of the dims of a result that is computed from a parameter alone; None where unknown."""
-    match operation.name:
-        case "transpose":
-            return tuple(names[dim] for dim in operation.params["permutation"])
-        case "broadcast_in_dim":
-            placed = dict(zip(operation.params["broadcast_dimensions"], names, strict=True))
-            return tuple(placed.get(dim) for dim in range(len(result.shape)))
-        case "reshape" | "squeeze" | "expand_dims":
-            return _propagate_names_through_reshape(source.shape, result.shape, names)
-        case _ if source.shape == result.shape:
-            return names
-        case _:
-            return (None,) * len(result.shape)
-
-
-def _propagate_names_through_reshape(
-    before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames
-) -> LogicalNames:
-    """Return the names after a reshape: merged dims take their first name, and the first of split dims the name."""
-    # From the left: the shortest runs of dims in both shapes that have the same product belong together.
-    found: list[str | None] = [None] * len(after)
-    source = target = 0
-    while source < len(before) and target < len(after):
-        sources, targets, left, right = [source], [target], before[source], after[target]
-        while left != right:
-            if left < right:
-                source += 1
-                if source == len(before):
-                    return tuple(found)
-                left *= before[source]
-                sources.append(source)
-            else:
-                target += 1
-                if target == len(after):
-                    return tuple(found)
-                right *= after[target]
-                targets.append(target)
-        found[targets[0]] = next((names[dim] for dim in sources if names[dim] is not None), None)
-        source, target = source + 1, target + 1
-    return tuple(found)
+        same_size = [value for value in inputs if value.size == size] or inputs
+        kinds = (self.kinds[value] for value in same_size)
+        return max(kinds, key=STRENGTH.__getitem__, default=ShardingKind.REPLICATED)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from resilient_jax.sharding.jaxprs import CALLS, bind_equation, get_body, walk
+from resilient_jax.sharding.jaxprs import CALLS, bind_equation, walk
 from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
 
 _NAMES: Final = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz
@@ -66,26 +66,20 @@ def find_elementwise(closed: core.ClosedJaxpr, pairs: Sequence[tuple[int, int]])
     inputs = [
         _Class(is_elementwise=bool(_shape_of(var)) and not _is_random_key(var.aval)) for var in jaxpr.invars
     ]
-    outputs = _classify(jaxpr, inputs)
+    outputs = walk(
+        jaxpr,
+        inputs,
+        _classify_equation,
+        # An array in the program itself has its own shape; a scalar suits every class.
+        read_constant=lambda aval, _: _Class(is_elementwise=not aval.shape),
+        enters=CALLS,
+    )
     for argument, result in pairs:
         inputs[argument].merge(outputs[result])
     return [one.find().is_elementwise for one in inputs]
 
 
-def _classify(jaxpr: core.Jaxpr, inputs: Sequence[_Class]) -> list[_Class]:
-    return walk(
-        jaxpr,
-        inputs,
-        _classify_equation,
-        # An array in the program itself has its own shape; a scalar suits every class.
-        read_constant=lambda var: _Class(is_elementwise=not _shape_of(var)),
-        read_literal=lambda literal: _Class(is_elementwise=not _shape_of(literal)),
-    )
-
-
 def _classify_equation(equation: core.JaxprEqn, operands: tuple[_Class, ...]) -> Sequence[_Class]:
-    if equation.primitive.name in CALLS:
-        return _classify(get_body(equation).jaxpr, operands)
     if not _is_elementwise(equation):
         for one in operands:
             one.find().is_elementwise = False
@@ -130,25 +124,11 @@ def apply_elementwise(closed: core.ClosedJaxpr, arguments: Sequence[Any]) -> lis
         arguments: arrays, and `RaveledArray` of those that `find_elementwise` found. All vectors of one shape are
             padded to one length.
     """
-    found = _evaluate(closed.jaxpr, closed.consts, arguments)
+    found = walk(closed, arguments, _apply_equation, read_constant=lambda _, content: content, enters=CALLS)
     return [_expand(*pair) for pair in zip(found, closed.jaxpr.outvars, strict=True)]
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    constants = dict(zip(jaxpr.constvars, consts, strict=True))
-    return walk(
-        jaxpr,
-        arguments,
-        _apply_equation,
-        read_constant=constants.__getitem__,
-        read_literal=lambda literal: literal.val,
-    )
-
-
 def _apply_equation(equation: core.JaxprEqn, operands: tuple[Any, ...]) -> Sequence[Any]:
-    if equation.primitive.name in CALLS:
-        body = get_body(equation)
-        return _evaluate(body.jaxpr, body.consts, operands)
     if equation.primitive.name == BROADCAST and _is_elementwise(equation):
         return [_Uniform(operands[0])]
     atoms = equation.invars

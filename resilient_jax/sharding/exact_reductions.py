@@ -25,11 +25,11 @@ from resilient_jax.sharding.elementwise import BROADCAST, ELEMENTWISE
 from resilient_jax.sharding.exact_array_sum import MAX_DIM_SIZE, sum_exactly
 from resilient_jax.sharding.jaxprs import (
     CALLS,
+    Constant,
     InlinedEquation,
+    ValueName,
     bind_equation,
-    get_body,
     inline_calls,
-    unwrap_jaxpr,
     walk,
 )
 
@@ -72,31 +72,22 @@ def find_inexact(closed: core.ClosedJaxpr) -> InexactOperation | None:
     """Return the first operation that `apply_exactly` cannot make independent of the mesh; None: there is none."""
     found: list[InexactOperation] = []
     inputs = [frozenset({index}) for index in range(len(closed.jaxpr.invars))]
-    _search(closed.jaxpr, inputs, found)
+    _search(closed, inputs, found)
     return found[0] if found else None
 
 
-def _search(
-    jaxpr: core.Jaxpr, inputs: Sequence[frozenset[int]], found: list[InexactOperation]
-) -> list[frozenset[int]]:
-    return walk(
-        jaxpr,
-        inputs,
-        functools.partial(_search_equation, found),
-        read_constant=lambda _: frozenset(),
-        read_literal=lambda _: frozenset(),
-    )
+def _search(jaxpr: Any, inputs: Sequence[frozenset[int]], found: list[InexactOperation]) -> None:  # noqa: ANN401 - closed or not
+    apply = functools.partial(_search_equation, found)
+    walk(jaxpr, inputs, apply, read_constant=lambda *_: frozenset(), enters=CALLS)
 
 
 def _search_equation(
     found: list[InexactOperation], equation: core.JaxprEqn, operands: tuple[frozenset[int], ...]
 ) -> Sequence[frozenset[int]]:
-    if equation.primitive.name in CALLS:
-        return _search(get_body(equation).jaxpr, operands, found)
     together = frozenset[int]().union(*operands)
     if equation.primitive.name == CONDITIONAL:
         for branch in equation.params["branches"]:
-            _search(unwrap_jaxpr(branch), operands[1:], found)
+            _search(branch, operands[1:], found)
     elif not _is_exact(equation):
         shapes = [tuple(_get_aval(atom).shape) for atom in equation.invars if _is_float(atom)]
         found.append(InexactOperation(equation.primitive.name, max(shapes, key=len, default=()), together))
@@ -128,7 +119,7 @@ def apply_exactly(closed: core.ClosedJaxpr, arguments: Sequence[Any], zero: jax.
         arguments: arrays, one for each argument of the program.
         zero: int32[] that is 0, and that the compiler cannot know to be 0.
     """
-    found = _evaluate(zero, closed.jaxpr, closed.consts, arguments)
+    found = _evaluate(zero, closed, *arguments)
     return [
         # A literal may be a number of Python's.
         value if isinstance(value, jax.Array) else jnp.asarray(value, atom.aval.dtype)
@@ -150,21 +141,19 @@ def make_exact(
     )
 
 
-def _evaluate(
-    zero: jax.Array, jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]
-) -> list[Any]:
+def _evaluate(zero: jax.Array, jaxpr: core.ClosedJaxpr, *arguments: Any) -> list[Any]:  # noqa: ANN401 - arrays
     """Return the results of a program; sums that do not wait for each other are made together."""
-    program = inline_calls(jaxpr, consts)
-    values = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
+    program = inline_calls(jaxpr)
+    values = dict(zip(program.inputs, arguments, strict=True))
 
-    def read(operand: Any) -> Any:  # noqa: ANN401 - a name or a literal
-        return operand.val if isinstance(operand, core.Literal) else values[operand]
+    def read(operand: ValueName | Constant) -> Any:  # noqa: ANN401 - an array
+        return operand.content if isinstance(operand, Constant) else values[operand]
 
     waiting = program.equations
     while waiting:
         later, sums = list[InlinedEquation](), list[InlinedEquation]()
         for one in waiting:
-            if not all(isinstance(operand, core.Literal) or operand in values for operand in one.operands):
+            if not all(isinstance(operand, Constant) or operand in values for operand in one.operands):
                 later.append(one)
             elif one.equation.primitive.name == SUM and _is_float(one.equation.invars[0]):
                 sums.append(one)
@@ -181,10 +170,7 @@ def _evaluate(
 def _apply_equation(zero: jax.Array, equation: core.JaxprEqn, operands: tuple[Any, ...]) -> Sequence[Any]:
     name = equation.primitive.name
     if name == CONDITIONAL:
-        branches = [
-            functools.partial(_evaluate_branch, zero, unwrap_jaxpr(branch), branch.consts)
-            for branch in equation.params["branches"]
-        ]
+        branches = [functools.partial(_evaluate, zero, branch) for branch in equation.params["branches"]]
         return jax.lax.switch(operands[0], branches, *operands[1:])
     if name == QUOTIENT and _is_float(equation.outvars[0]):
         return [_divide(operands[0], operands[1], zero).astype(_get_aval(equation.outvars[0]).dtype)]
@@ -214,15 +200,6 @@ def _round(product: jax.Array, zero: jax.Array) -> jax.Array:
     integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(product, integer) | zero.astype(integer)
     return jax.lax.bitcast_convert_type(bits, product.dtype)
-
-
-def _evaluate_branch(
-    zero: jax.Array,
-    jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
-    *arguments: Any,  # noqa: ANN401 - arrays
-) -> list[Any]:
-    return _evaluate(zero, jaxpr, consts, arguments)
 
 
 def _is_float(atom: Any) -> bool:  # noqa: ANN401 - a variable or a literal

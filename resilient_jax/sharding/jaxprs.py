@@ -1,6 +1,6 @@
 """The one walk over jaxprs: `walk` carries a value per variable through the equations, `iterate_equations` lists them.
 
-Every analysis of a traced program (`program_cost.operations`, `program_cost.xla_cost`, `activation_constraints`) is a
+Every analysis of a traced program (`program_analysis.operations`, `program_analysis.xla_cost`, `dim_propagation`) is a
 rule for one equation that is given to one of the two. `inline_calls` lists the equations of a program as if it had no
 calls, for who takes them in another order.
 
@@ -11,7 +11,7 @@ What differs between the versions is handled here: the jaxpr of a call may be cl
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from jax.extend import core
@@ -37,46 +37,75 @@ CALLS: Final = frozenset(
 
 
 def walk(
-    jaxpr: core.Jaxpr,
+    jaxpr: Any,  # noqa: ANN401 - closed or not
     inputs: Sequence[ValueT],
     apply: Callable[[core.JaxprEqn, tuple[ValueT, ...]], Sequence[ValueT]],
     *,
-    read_constant: Callable[[Any], ValueT],
-    read_literal: Callable[[core.Literal], ValueT],
+    read_constant: Callable[[Any, Any], ValueT],
+    read_literal: Callable[[Any, Any], ValueT] | None = None,
+    enters: frozenset[str] = frozenset(),
 ) -> list[ValueT]:
     """Interpret a jaxpr: give every variable a value, equation by equation, and return the values of the outputs.
 
     Args:
+        jaxpr: a jaxpr, closed or not.
         inputs: one value for each argument of the jaxpr.
         apply: returns the values of an equation's results from those of its operands. `apply` decides whether to enter
-            the jaxprs inside the equation, by calling `walk` again.
-        read_constant: returns the value of a constant variable of the jaxpr.
-        read_literal: returns the value of a literal operand.
+            other jaxprs inside the equation, by calling `walk` again.
+        read_constant: returns the value of a constant from its abstract value and its content, which is None where the
+            jaxpr is not closed.
+        read_literal: the same of a literal operand; None: as `read_constant`.
+        enters: names of calls whose equations are applied in place of the call, such as `CALLS`.
     """
-    values: dict[Any, ValueT] = dict(zip(jaxpr.invars, inputs, strict=True))
-    values |= {var: read_constant(var) for var in jaxpr.constvars}
+    inside, consts = unwrap_jaxpr(jaxpr), getattr(jaxpr, "consts", ())
+    values: dict[Any, ValueT] = dict(zip(inside.invars, inputs, strict=True))
+    for var, content in itertools.zip_longest(inside.constvars, consts):
+        values[var] = read_constant(var.aval, content)
+    read_content = read_literal or read_constant
 
     def read(atom: Any) -> ValueT:  # noqa: ANN401 - a variable or a literal
-        return read_literal(atom) if isinstance(atom, core.Literal) else values[atom]
+        return read_content(atom.aval, atom.val) if isinstance(atom, core.Literal) else values[atom]
 
-    for equation in jaxpr.eqns:
-        results = apply(equation, tuple(map(read, equation.invars)))
+    for equation in inside.eqns:
+        operands = tuple(map(read, equation.invars))
+        if equation.primitive.name in enters and _takes_operands(equation):
+            results: Sequence[ValueT] = walk(
+                get_body(equation),
+                operands,
+                apply,
+                read_constant=read_constant,
+                read_literal=read_literal,
+                enters=enters,
+            )
+        else:
+            results = apply(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in inside.outvars]
+
+
+def _takes_operands(equation: core.JaxprEqn) -> bool:
+    return any(len(unwrap_jaxpr(body).invars) == len(equation.invars) for body in inner_jaxprs(equation)[:1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ValueName:
+    """Names a value that a program computes, or an argument. Two are the same only if they are the same object."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """A constant or a literal of a program."""
+
+    content: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InlinedEquation:
-    """An equation of a program whose calls are inlined.
-
-    Attributes:
-        operands: literals, or names of values.
-        results: names of values.
-    """
+    """An equation of a program whose calls are inlined, with its operands and its results."""
 
     equation: core.JaxprEqn
-    operands: tuple[Any, ...]
-    results: tuple[Hashable, ...]
+    operands: tuple[ValueName | Constant, ...]
+    results: tuple[ValueName, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,51 +114,26 @@ class InlinedProgram:
 
     Attributes:
         equations: in an order in which each value is computed before it is used.
-        constants: values by name.
         inputs: names of the program's arguments.
-        outputs: literals, or names of values.
     """
 
     equations: list[InlinedEquation]
-    constants: dict[Hashable, Any]
-    inputs: tuple[Hashable, ...]
-    outputs: tuple[Any, ...]
+    inputs: tuple[ValueName, ...]
+    outputs: tuple[ValueName | Constant, ...]
 
 
-def inline_calls(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> InlinedProgram:
+def inline_calls(jaxpr: Any) -> InlinedProgram:  # noqa: ANN401 - closed or not
     """Return the program without its calls."""
-    inputs = tuple((0, var) for var in jaxpr.invars)
-    program = InlinedProgram([], {}, inputs, ())
-    # A jaxpr may be called twice: its variables have the number of the call in their names.
-    outputs = _inline(jaxpr, consts, inputs, program, itertools.count())
-    return dataclasses.replace(program, outputs=tuple(outputs))
+    equations: list[InlinedEquation] = []
 
+    def apply(equation: core.JaxprEqn, operands: tuple[ValueName | Constant, ...]) -> tuple[ValueName, ...]:
+        results = tuple(ValueName() for _ in equation.outvars)
+        equations.append(InlinedEquation(equation, operands, results))
+        return results
 
-def _inline(
-    jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
-    operands: Sequence[Any],
-    program: InlinedProgram,
-    numbers: Iterator[int],
-) -> list[Any]:
-    number = next(numbers)
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    names |= {var: (number, var) for var in jaxpr.constvars}
-    program.constants.update({names[var]: value for var, value in zip(jaxpr.constvars, consts, strict=True)})
-
-    def read(atom: Any) -> Any:  # noqa: ANN401 - a variable or a literal
-        return atom if isinstance(atom, core.Literal) else names[atom]
-
-    for equation in jaxpr.eqns:
-        given = tuple(map(read, equation.invars))
-        if equation.primitive.name in CALLS:
-            body = get_body(equation)
-            results = _inline(body.jaxpr, body.consts, given, program, numbers)
-        else:
-            results = [(number, var) for var in equation.outvars]
-            program.equations.append(InlinedEquation(equation, given, tuple(results)))
-        names.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+    inputs = tuple(ValueName() for _ in unwrap_jaxpr(jaxpr).invars)
+    outputs = walk(jaxpr, inputs, apply, read_constant=lambda _, content: Constant(content), enters=CALLS)
+    return InlinedProgram(equations, inputs, tuple(outputs))
 
 
 def bind_equation(
@@ -174,27 +178,14 @@ def inner_jaxprs(equation: core.JaxprEqn) -> list[Any]:
     ]
 
 
-class Body(NamedTuple):
-    """The jaxpr that a call or a scan applies.
-
-    Attributes:
-        parameter: name of the equation's parameter that holds the jaxpr.
-        jaxpr: jaxpr without its constants.
-        is_closed: whether JAX holds the jaxpr together with its constants.
-    """
-
-    parameter: str
-    jaxpr: core.Jaxpr
-    consts: Sequence[Any]
-    is_closed: bool
+def find_body_parameter(equation: core.JaxprEqn) -> str:
+    """Return the name of the parameter that holds the body of a call or a scan."""
+    return "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
 
 
-def get_body(equation: core.JaxprEqn) -> Body:
-    """Return the body of a call or a scan."""
-    parameter = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
-    found = equation.params[parameter]
-    is_closed = isinstance(found, core.ClosedJaxpr)
-    return Body(parameter, unwrap_jaxpr(found), found.consts if is_closed else (), is_closed)
+def get_body(equation: core.JaxprEqn) -> Any:  # noqa: ANN401 - closed or not, by JAX's version
+    """Return the jaxpr that a call or a scan applies."""
+    return equation.params[find_body_parameter(equation)]
 
 
 class ScanArity(NamedTuple):

@@ -19,7 +19,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.sharding.elementwise import find_elementwise
-from resilient_jax.sharding.jaxprs import CALLS, get_body, walk
+from resilient_jax.sharding.jaxprs import CALLS, walk
 from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.state.leaf_kinds import make_strong
 from resilient_jax.trainer.model_adapters import Variables
@@ -252,16 +252,10 @@ def _list_paths(tree: Tree) -> list[tuple[str, Any]]:
 
 def _list_dependencies(jaxpr: core.Jaxpr, num_gradients: int) -> list[set[int]]:
     """Return for each output which of the first inputs it is computed from; an equation uses all of its inputs."""
-    return _walk_dependencies(
-        jaxpr, [{number} if number < num_gradients else set[int]() for number in range(len(jaxpr.invars))]
-    )
+    inputs = [{number} if number < num_gradients else set[int]() for number in range(len(jaxpr.invars))]
 
-
-def _walk_dependencies(jaxpr: core.Jaxpr, inputs: Sequence[set[int]]) -> list[set[int]]:
     def apply(equation: core.JaxprEqn, operands: tuple[set[int], ...]) -> Sequence[set[int]]:
-        # Optimizers have functions that are jitted over all of their leaves.
-        if equation.primitive.name in CALLS:
-            return _walk_dependencies(get_body(equation).jaxpr, operands)
         return [set[int]().union(*operands)] * len(equation.outvars)
 
-    return walk(jaxpr, inputs, apply, read_constant=lambda _: set[int](), read_literal=lambda _: set[int]())
+    # Optimizers have functions that are jitted over all of their leaves.
+    return walk(jaxpr, inputs, apply, read_constant=lambda *_: set[int](), enters=CALLS)

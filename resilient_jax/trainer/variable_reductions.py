@@ -10,15 +10,18 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
+from resilient_jax.sharding.jaxprs import CALLS, get_body, get_scan_arity, unwrap_jaxpr, walk
 from resilient_jax.trainer.model_adapters import BATCH_STATS, NNX_BATCH_STATS, NNX_PARAMS, Variables
 from resilient_jax.trainer.training_state import check_same_types
-from resilient_jax.trainer.variable_changes import find_sources
 
 Tree = Any
 """A pytree of arrays."""
+Source = int | None
+"""The position of the argument that a value is equal to; None: it is computed."""
 
 
 class VariableReduction(enum.StrEnum):
@@ -265,3 +268,29 @@ def _suits(rule: Rule, dtype: Any) -> bool:  # noqa: ANN401 - any dtype
         return True
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
     return is_inexact or (rule == VariableReduction.SUM and jnp.issubdtype(dtype, jnp.integer))
+
+
+def find_sources(jaxpr: Any) -> list[Source]:  # noqa: ANN401 - closed or not
+    """Return for each output of a jaxpr which of its arguments it is: a variable that the loss does not change.
+
+    The identity of tracers does not tell: a variable that only passes through a `jit` or a `scan` comes back as
+    another.
+
+    >>> find_sources(jax.make_jaxpr(lambda a, b, c: (jax.jit(lambda x: (x, x + 1))(b), a))(1.0, 2.0, 3.0))
+    [1, None, 0]
+    """
+    inputs = range(len(unwrap_jaxpr(jaxpr).invars))
+    return walk(jaxpr, inputs, _find_result_sources, read_constant=lambda *_: None, enters=CALLS)
+
+
+def _find_result_sources(equation: core.JaxprEqn, sources: tuple[Source, ...]) -> list[Source]:
+    if equation.primitive.name != "scan":
+        return [None] * len(equation.outvars)
+    consts, carries = get_scan_arity(equation)
+    # A carry is unchanged if it is returned in its own place; a stacked result if it is what is scanned over.
+    return [
+        sources[end]
+        if end is not None and (end == consts + place if place < carries else end >= consts + carries)
+        else None
+        for place, end in enumerate(find_sources(get_body(equation)))
+    ]

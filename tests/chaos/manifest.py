@@ -122,7 +122,6 @@ CHAOS_CONFIG: dict[str, float | int | str] = {
     "max_host_losses": 1000,
     "restart_backoff_s": 0.0,
     "forming_timeout_s": 20.0,
-    "store_timeout_s": 30.0,
     "collective_timeout_s": 40.0,
 }
 """Defaults for jobs with a fault every few seconds: no host is given up. A manifest can override these keys."""

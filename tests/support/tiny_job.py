@@ -54,7 +54,6 @@ CONFIG = f"""
 max_host_losses = 1000
 restart_backoff_s = 0.0
 forming_timeout_s = 20.0
-store_timeout_s = 30.0
 {REPORT_SLOW_HOSTS}{WITHOUT_PROTECTION}"""
 WITHOUT_STANDBYS = 'standby = "off"\n'
 CONFIG_WITHOUT_STANDBYS = f"{CONFIG}{WITHOUT_STANDBYS}"
@@ -64,7 +63,6 @@ SIGKILL in the kill matrix."""
 HANGS_ARE_NAMED = f"""{CONFIG_WITHOUT_STANDBYS}
 hang_timeout_s = {5 * slowness():.1f}
 user_code_timeout_s = {10 * slowness():.1f}
-heartbeat_timeout_s = {8 * slowness():.1f}
 quiesce_timeout_s = {3 * slowness():.1f}
 """
 """A host that hangs is named after seconds, and one that is only slow is not."""

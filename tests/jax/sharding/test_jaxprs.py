@@ -4,7 +4,14 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from resilient_jax.sharding.jaxprs import bind_equation, get_scan_arity, inline_calls, iterate_equations, walk
+from resilient_jax.sharding.jaxprs import (
+    Constant,
+    bind_equation,
+    get_scan_arity,
+    inline_calls,
+    iterate_equations,
+    walk,
+)
 
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -16,8 +23,7 @@ def test_a_walk_carries_values_from_inputs_to_outputs():
         jaxpr,
         inputs,
         lambda equation, operands: [max(operands) + 1] * len(equation.outvars),
-        read_constant=lambda _: 0,
-        read_literal=lambda _: 0,
+        read_constant=lambda *_: 0,
     )
     assert depths == [7, 5]
 
@@ -46,12 +52,12 @@ def test_a_program_is_the_same_with_its_calls_inlined():
     square = jax.jit(lambda x: x * table)  # one jaxpr, called twice, with a constant
     nested = jax.jit(lambda x, y: (square(x), square(square(y)), 2.0, y))
     closed = jax.make_jaxpr(lambda x, y: (*nested(y, x), x))(X, X)
-    program = inline_calls(closed.jaxpr, closed.consts)
+    program = inline_calls(closed)
     arguments = (jnp.array([1.0, 2, 3]), jnp.array([4.0, 5, 6]))
-    values = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
+    values = dict(zip(program.inputs, arguments, strict=True))
 
     def read(operand):
-        return operand.val if isinstance(operand, jax.extend.core.Literal) else values[operand]
+        return operand.content if isinstance(operand, Constant) else values[operand]
 
     for one in program.equations:
         assert one.equation.primitive.name == "mul"

@@ -12,7 +12,7 @@ from flax import nnx
 
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
-from resilient_jax.trainer.variable_changes import find_sources
+from resilient_jax.trainer.variable_reductions import find_sources
 from tests.support.full_only import full_but
 
 B = 4

@@ -18,7 +18,7 @@ print("the flood is over", flush=True)
 runpy.run_path({str(JOBS / "control_stub_worker.py")!r}, run_name="__main__")
 """
 """A worker that prints 6 MB, and then trains by counting."""
-TIMEOUTS = 'standby = "off"\nlease_ttl_s = 2.0\nstore_timeout_s = 4.0\n'
+TIMEOUTS = 'standby = "off"\nlease_ttl_s = 2.0\n'
 
 
 def test_a_job_whose_output_nobody_reads_trains_on_and_tells_how_many_lines_were_lost(tmp_path: Path) -> None:

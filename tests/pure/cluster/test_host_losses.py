@@ -16,6 +16,7 @@ from resilient_jax.cluster.host_losses import (
 )
 from resilient_jax.cluster.quarantine import clear_quarantine, read_quarantine
 from resilient_jax.config import JobConfig
+from resilient_jax.config.job_config import RESTART_WINDOW_S
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.job_start import make_initial_state
@@ -28,7 +29,6 @@ from tests.support.manual_clock import ManualClock
 from tests.support.membership_job import Job, training
 
 HOST, OTHER = HostName("b"), HostName("c")
-WINDOW_S = 100.0
 
 
 def count_losses(
@@ -45,7 +45,7 @@ def count_losses(
     async def run() -> tuple[list[str], list[str]]:
         clock, log = ManualClock(), EventLog(None, "a")
         async with MemoryStore() as store:
-            config = JobConfig(max_host_losses=max_host_losses, restart_window_s=WINDOW_S)
+            config = JobConfig(max_host_losses=max_host_losses)
             context = AgentContext(
                 settings=make_agent_settings(tmp_path / "train.py", config),
                 store=store,
@@ -69,7 +69,12 @@ def count_losses(
 
 @pytest.mark.parametrize(
     ("gaps_s", "is_quarantined"),
-    [([1.0, 1.0], False), ([1.0, 1.0, 1.0], True), ([1.0, 1.0, WINDOW_S], False), ([1.0, 40.0, 40.0], True)],
+    [
+        ([1.0, 1.0], False),
+        ([1.0, 1.0, 1.0], True),
+        ([1.0, 1.0, RESTART_WINDOW_S], False),
+        ([1.0, 240.0, 240.0], True),
+    ],
 )
 def test_losses_count_within_the_window(tmp_path: Path, gaps_s: list[float], is_quarantined: bool) -> None:
     assert count_losses(tmp_path, gaps_s) == (["b"] * is_quarantined,) * 2

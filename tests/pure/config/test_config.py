@@ -243,3 +243,11 @@ def test_any_values_give_a_job_config_or_a_config_error(changes):
 def test_numbers_too_long_and_arrays_too_deep_to_parse_are_refused(text):
     with pytest.raises(ConfigError, match=r"^job\.toml: found text that is not TOML"):
         decode_toml(text, Job, source="job.toml")
+
+
+def test_what_follows_from_other_settings_is_no_key_and_changes_with_them():
+    config = JobConfig(lease_ttl_s=0.5, hang_timeout_s=7.0, quiesce_timeout_s=2.0)
+    assert (JobConfig().store_timeout_s, config.store_timeout_s) == (60.0, 10.0)
+    assert (JobConfig().heartbeat_timeout_s, config.heartbeat_timeout_s) == (65.0, 9.0)
+    with pytest.raises(ConfigError, match="found an unknown key"):
+        decode_toml("store_timeout_s = 5", JobConfig, source="job.toml")
