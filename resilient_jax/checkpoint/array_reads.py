@@ -45,7 +45,7 @@ class ArrayRead:
         self._shards: HostShards | None = None
         if leaf.sharding is not None:
             self._shards = (
-                HostShards.of_vector(size, self._dtype, leaf.sharding)
+                HostShards.of_vector(spec.shape, self._dtype, leaf.sharding)
                 if leaf.is_raveled
                 else HostShards(spec.shape, self._dtype, leaf.sharding)
             )

@@ -10,7 +10,7 @@ from resilient_jax.protocol.leaf_spec import LeafSpec
 
 
 class SaveShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a checkpoint that this process writes, where several write one.
+    """The part of a checkpoint that this process writes.
 
     Attributes:
         token: the same in all processes of one save, and in no other save.
@@ -31,7 +31,6 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         distrusted: steps whose checkpoints could not be read: these checkpoints do not count as kept.
         verified_step: beside the newest, the newest checkpoint of at most so many steps is kept: no host that computes
             wrongly has touched it. None: nothing is verified.
-        share: part of this process; None: this process writes the whole state.
     """
 
     directory: str
@@ -40,7 +39,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     distrusted: tuple[int, ...]
     verified_step: int | None
     leaves: list[StoredLeaf]
-    share: SaveShare | None = None
+    share: SaveShare
 
 
 class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

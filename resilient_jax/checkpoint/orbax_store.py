@@ -19,7 +19,6 @@ import numpy as np
 
 from resilient_jax.checkpoint.array_reads import ArrayRead, count_bytes, plan_reads, split_into_batches
 from resilient_jax.checkpoint.directory_listing import DirectoryListing, find_tree_folder, list_directory
-from resilient_jax.checkpoint.host_copy import HostCopy, list_leaves
 from resilient_jax.checkpoint.messages import (
     FailureReply,
     ReadBoxesReply,
@@ -30,9 +29,10 @@ from resilient_jax.checkpoint.messages import (
     VerifyReply,
     VerifyRequest,
 )
+from resilient_jax.checkpoint.part_plan import HostCopy, HostPart
 from resilient_jax.checkpoint.save_in_flight import RecordEvent, SaveInFlight
 from resilient_jax.checkpoint.storage_client import POLL_INTERVAL_S, ReplyWait, StorageClient
-from resilient_jax.checkpoint.stored_tree import LeafPart, Tree, allocate_memory
+from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.worker_tasks import WorkerTask
@@ -97,28 +97,7 @@ class OrbaxStore:
     def start_save(
         self,
         step: int,
-        state: Tree,
-        record_event: RecordEvent = ignore_event,
-        verified_step: int | None = None,
-    ) -> bool:
-        """Copy the state, and have the copy written. Return once it is copied.
-
-        Return False, and record an event, if the previous save is still in flight: then this one is skipped.
-
-        Args:
-            step: steps of the state. If a complete checkpoint of this step is on storage, that one stays.
-            state: arrays of which this process's devices have all shards.
-            verified_step: the newest checkpoint of at most so many steps is kept beside the newest ones.
-        """
-        if self.in_flight.must_skip(step, record_event):
-            return False
-        self._start(step, list_leaves(state), None, record_event, verified_step)
-        return True
-
-    def start_part(
-        self,
-        step: int,
-        leaves: Sequence[LeafPart],
+        part: HostPart,
         share: SaveShare,
         record_event: RecordEvent = ignore_event,
         verified_step: int | None = None,
@@ -130,23 +109,12 @@ class OrbaxStore:
 
         Args:
             step: steps of the state.
-            leaves: leaves that this host has. The first host names all leaves of the state.
-            verified_step: as in `start_save`.
+            verified_step: the newest checkpoint of at most so many steps is kept beside the newest ones.
         """
         self.poll_save(record_event)
         self.in_flight.give_up("another one was begun", record_event)
-        self._start(step, leaves, share, record_event, verified_step)
-
-    def _start(
-        self,
-        step: int,
-        leaves: Sequence[LeafPart],
-        share: SaveShare | None,
-        record_event: RecordEvent,
-        verified_step: int | None,
-    ) -> None:
         started_s = time.monotonic()
-        stored, descriptor = self._copy.copy(leaves)
+        descriptor = self._copy.copy(part)
         self.in_flight.begin(step, share, started_s)
         request = SaveRequest(
             directory=str(self._directory),
@@ -154,7 +122,7 @@ class OrbaxStore:
             max_to_keep=self._keep,
             distrusted=tuple(self._distrusted - {step}),
             verified_step=verified_step,
-            leaves=stored,
+            leaves=part.leaves,
             share=share,
         )
         try:
@@ -199,16 +167,6 @@ class OrbaxStore:
                 f"checkpoints in {self._directory}: the last save failed ({self.in_flight.failure}); {on_storage}. "
                 "Make the storage work again and launch the job again: it resumes from there"
             )
-
-    def save(self, step: int, state: Tree) -> None:
-        """Save, and return when the checkpoint is on storage.
-
-        Raises:
-            CheckpointFailed: the save failed; says why.
-        """
-        self.wait_until_finished()
-        self.start_save(step, state)
-        self.wait_until_saved()
 
     def close(self) -> None:
         """End the storage process, which may finish its save first, and free the memory."""

@@ -6,13 +6,11 @@ leaves a folder whose name says that it is unfinished. A live writer has a lock 
 unfinished folders without a lock.
 """
 
-import abc
 import contextlib
 import fcntl
 import os
 import shutil
-import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -28,71 +26,41 @@ from resilient_jax.checkpoint.directory_listing import (
     list_directory,
 )
 from resilient_jax.checkpoint.file_digests import write_digests
+from resilient_jax.checkpoint.messages import SaveShare
 from resilient_jax.checkpoint.orbax_reader import check_readable
 from resilient_jax.checkpoint.stored_tree import Tree
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 
 LOCK_FILE: Final = "lock"
 CONTENT_FOLDER: Final = "content"
-CHUNK_BYTES: Final = 8 * 2**20
-"""The most bytes of an array in one chunk: a host that reads a shard decodes the chunks that the shard touches. Orbax
-splits the largest dims first; each chunk costs time, so much smaller ones are slower."""
 
 
-class CheckpointContent(abc.ABC):
-    """What a checkpoint is to contain.
-
-    Attributes:
-        name: name of the temporary folder: of one process, or of processes that write into it together.
-        is_shared: other processes write, too. So the content is written before anybody knows whether the step has a
-            complete checkpoint, which stays then.
-    """
-
-    def __init__(self, name: str, *, is_shared: bool) -> None:
-        self.name = name
-        self.is_shared = is_shared
-
-    @abc.abstractmethod
-    def write(self, folder: Path, target: Path) -> Mapping[str, str]:
-        """Write the checkpoint; return the SHA-256 of files that are known, by their paths below `target`.
-
-        Args:
-            target: folder of the checkpoint, below `folder`; to be made.
-        """
+WriteContent = Callable[[Path, Path], Mapping[str, str]]
+"""Writes the arrays: takes the temporary folder, and that of the checkpoint below it, to be made. Returns the SHA-256
+of the files for which it is known, by their paths below the latter."""
 
 
-class WholeTree(CheckpointContent):
-    """A tree of numpy arrays, of which this process has all."""
-
-    def __init__(self, tree: Tree) -> None:
-        super().__init__(f"{socket.gethostname()}-{os.getpid()}", is_shared=False)
-        self._tree = tree
-
-    def write(self, folder: Path, target: Path) -> Mapping[str, str]:
-        """Write the checkpoint."""
-        # No copy of the arrays: they do not change before the save is done.
-        arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), self._tree)
-        save_tree(target, self._tree, save_args, arrays)
-        return {}
-
-
-def write_checkpoint(directory: Path, step: int, content: CheckpointContent) -> int | None:
+def write_checkpoint(directory: Path, step: int, share: SaveShare, write: WriteContent) -> int | None:
     """Write the checkpoint of a step; return its bytes, or None if a complete one exists.
+
+    Args:
+        share: share with the first part. Where other processes write, too, the arrays are written before anybody knows
+            whether the step has a complete checkpoint, which stays then.
+        write: called with the folders to write into.
 
     Raises:
         OSError: the storage cannot take it.
         CheckpointFailed: a checkpoint in another layout has the folder of the step; another process failed.
     """
     final = directory / str(step)
-    if not content.is_shared and final.exists() and _is_readable(final):
+    if len(share.hosts) == 1 and final.exists() and _is_readable(final):
         return None
     if find_tree_folder(final) is None and (other := describe_other_layout(final)) is not None:
         raise CheckpointFailed(f"another checkpoint is in the way in {final}: {other}; or move it elsewhere")
     directory.mkdir(parents=True, exist_ok=True)
-    with _temporary(directory / f"{step}{TEMPORARY_MARK}-{content.name}") as folder:
+    with _temporary(directory / f"{step}{TEMPORARY_MARK}-{share.token}") as folder:
         written = folder / CONTENT_FOLDER
-        nbytes = write_digests(written, content.write(folder, written))
+        nbytes = write_digests(written, write(folder, written))
         # Files before the rename, or a crash of the machine may leave the final name with half of them; then
         # the directory, or the rename itself may be lost.
         flush_folder(written)

@@ -1,8 +1,8 @@
-"""Writes a checkpoint of which several hosts have a part each. Only the storage process does this.
+"""Writes a checkpoint of which each host has a part, or one host all. Only the storage process does this.
 
-No process has all of the state, nor sends anything to another: all write into one folder on the storage that they
-share. Each has Orbax write its arrays into an OCDBT database of its own, as the processes of one JAX program would. The
-process with part 0 moves these databases into its own save, whose end merges them without copying an array:
+No process sends anything to another: all write into one folder on the storage that they share. Each has Orbax write its
+arrays into an OCDBT database of its own, as the processes of one JAX program would. The process with part 0 moves these
+databases into its own save, whose end merges them without copying an array:
 
     DIRECTORY/STEP.orbax-checkpoint-tmp-TOKEN/          made and locked by part 0; the others wait for it
         parts/K.begun                                   the process of part K has found the folder
@@ -27,7 +27,7 @@ import tensorstore as ts
 from resilient_jax.checkpoint.directory_listing import ITEM_NAME
 from resilient_jax.checkpoint.file_digests import digest_files
 from resilient_jax.checkpoint.messages import SaveShare
-from resilient_jax.checkpoint.orbax_writer import CHUNK_BYTES, CheckpointContent, flush_folder, save_tree
+from resilient_jax.checkpoint.orbax_writer import flush_folder, save_tree
 from resilient_jax.checkpoint.part_folder import PartFolder, PartResult
 from resilient_jax.checkpoint.stored_tree import PathKey, StoredLeaf, build_tree, make_stand_in
 from resilient_jax.errors import CheckpointFailed
@@ -36,41 +36,37 @@ from resilient_jax.state.index_box import IndexBox, whole_box
 POLL_INTERVAL_S: Final = 0.1
 BEGIN_TIMEOUT_S: Final = 120.0
 """Hosts begin within the time of a copy to host memory of each other; a network file system shows new files late."""
+CHUNK_BYTES: Final = 8 * 2**20
+"""The most bytes of an array in one chunk: a host that reads a shard decodes the chunks that the shard touches. Orbax
+splits the largest dims first; each chunk costs time, so much smaller ones are slower."""
 HeldLeaf = tuple[StoredLeaf, Sequence[np.ndarray]]
 """A leaf, and the elements of its boxes."""
 
 
-class TreeInParts(CheckpointContent):
-    """All arrays of a tree, of which this process has the first part, and other processes the others.
+def write_first_part(
+    folder: Path, target: Path, step: int, leaves: Sequence[HeldLeaf], share: SaveShare
+) -> Mapping[str, str]:
+    """Write the first part, wait for the others, and put them together; see `orbax_writer.WriteContent`.
 
     Args:
         leaves: all leaves of the tree, each with the boxes that this process has.
     """
+    parts = PartFolder(folder.parent, step, share)
+    parts.make()
+    digests: dict[str, str] = {}
 
-    def __init__(self, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
-        super().__init__(share.token, is_shared=True)
-        self._step = step
-        self._leaves = leaves
-        self._share = share
+    async def take_parts(item: Path) -> None:
+        for number, host in enumerate(share.hosts):
+            if number == share.number:
+                continue
+            found = (await _wait_for_part(parts, number, host)).digests
+            name = _name_database(number)
+            if found:
+                os.rename(parts.get_part(number) / ITEM_NAME / name, item / name)
+            digests.update({f"{ITEM_NAME}/{name}/{path}": digest for path, digest in found.items()})
 
-    def write(self, folder: Path, target: Path) -> Mapping[str, str]:
-        """Write the first part, wait for the others, and put them together."""
-        parts = PartFolder(folder.parent, self._step, self._share)
-        parts.make()
-        digests: dict[str, str] = {}
-
-        async def take_parts(item: Path) -> None:
-            for number, host in enumerate(self._share.hosts):
-                if number == self._share.number:
-                    continue
-                found = (await _wait_for_part(parts, number, host)).digests
-                name = _name_database(number)
-                if found:
-                    os.rename(parts.get_part(number) / ITEM_NAME / name, item / name)
-                digests.update({f"{ITEM_NAME}/{name}/{path}": digest for path, digest in found.items()})
-
-        _save(target, self._leaves, _BoxHandler(self._share.number, take_parts), is_complete=True)
-        return digests
+    _save(target, leaves, _BoxHandler(share.number, take_parts), is_complete=True)
+    return digests
 
 
 def write_part(directory: Path, step: int, leaves: Sequence[HeldLeaf], share: SaveShare) -> None:
@@ -112,8 +108,9 @@ def _await_folder(parts: PartFolder, directory: Path, share: SaveShare) -> None:
 
 @dataclasses.dataclass
 class _BoxArgs(ocp.SaveArgs):
-    """The boxes of an array that this process has, each with its elements."""
+    """The boxes of an array that this process has, each with its elements; and the grid of those of all processes."""
 
+    grid: tuple[int, ...] = ()
     boxes: Sequence[tuple[IndexBox, np.ndarray]] = ()
 
 
@@ -157,7 +154,7 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
             info,
             use_ocdbt=True,
             global_shape=value.shape,
-            local_shape=value.shape,
+            local_shape=wanted.grid,  # which chunks divide
             dtype=value.dtype,
             process_index=self._process_id,
             arg=wanted,
@@ -189,12 +186,8 @@ def _save(folder: Path, leaves: Sequence[HeldLeaf], handler: _BoxHandler, *, is_
 def _make_args(leaf: StoredLeaf, elements: Sequence[np.ndarray]) -> object:
     if leaf.spec is None:
         return make_stand_in(leaf)
-    # A chunk is written by one process alone.
-    return _BoxArgs(
-        chunk_byte_size=CHUNK_BYTES,
-        shard_axes=(0,) if leaf.is_by_row else (),
-        boxes=tuple(zip(leaf.boxes, elements, strict=True)),
-    )
+    boxes = zip((held.box for held in leaf.boxes), elements, strict=True)
+    return _BoxArgs(chunk_byte_size=CHUNK_BYTES, grid=leaf.grid, boxes=tuple(boxes))
 
 
 async def _wait_for_part(parts: PartFolder, number: int, host: str) -> PartResult:

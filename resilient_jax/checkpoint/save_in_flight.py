@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from resilient_jax.checkpoint.directory_listing import find_tree_folder
 from resilient_jax.checkpoint.messages import FailureReply, Reply, SaveReply, SaveShare
@@ -13,6 +14,8 @@ from resilient_jax.events import EventKind
 
 logger = logging.getLogger(__name__)
 
+REPLY_TIMEOUT_S: Final = 5.0
+"""For the words of a process that has written its part."""
 RecordEvent = Callable[..., object]
 """Takes an `EventKind` and details."""
 
@@ -26,7 +29,7 @@ class SaveInFlight:
 
     Attributes:
         step: step of the save in flight; None: no save is.
-        share: share of the save in flight, or else of the last save; None: this process writes the whole state.
+        share: share of the save in flight, or else of the last save; None: there was none.
         failure: the reason why the last save failed; None: that save did not fail.
     """
 
@@ -39,7 +42,7 @@ class SaveInFlight:
         self.share: SaveShare | None = None
         self.failure: str | None = None
 
-    def begin(self, step: int, share: SaveShare | None, started_s: float) -> None:
+    def begin(self, step: int, share: SaveShare, started_s: float) -> None:
         """Note that a save has begun, at a time in monotonic seconds."""
         self.step, self.share, self._started_s = step, share, started_s
 
@@ -74,11 +77,26 @@ class SaveInFlight:
                 self.end(reply, record_event)
 
     def give_up(self, why: str, record_event: RecordEvent) -> None:
-        """End the save in flight, if there is one: a failure for no fault of the storage, so another may be begun."""
+        """End the save in flight, if there is one: a failure for no fault of the storage, so another may be begun.
+
+        A part that is written is no failure: its process is about to say so.
+        """
+        if self._is_part_written:
+            self.wait(record_event, REPLY_TIMEOUT_S)
         if self.step is not None:
             self._client.close()
             self.end(FailureReply(reason=why), record_event)
             self.failure = None
+
+    @property
+    def _is_part_written(self) -> bool:
+        """Whether the save in flight is of a part, another than the first, that is on storage."""
+        if self.step is None or self.share is None or self.share.number == 0:
+            return False
+        parts = PartFolder(self._directory, self.step, self.share)
+        if parts.exists:
+            return parts.find_result(self.share.number) is not None
+        return find_tree_folder(self._directory / str(self.step)) is not None
 
     def end(self, reply: Reply, record_event: RecordEvent) -> None:
         """Note the end of the save in flight, and record it; that of a part only if it failed."""

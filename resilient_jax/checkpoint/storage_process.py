@@ -5,6 +5,7 @@ Usage: storage_process.py SOCKET PARENT. It ends with its worker: the socket clo
 
 import contextlib
 import ctypes
+import functools
 import gc
 import mmap
 import os
@@ -12,11 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, assert_never
-
-import numpy as np
+from typing import Final, assert_never
 
 from resilient_jax.checkpoint.messages import (
     REQUEST_DECODER,
@@ -31,9 +29,9 @@ from resilient_jax.checkpoint.messages import (
     VerifyRequest,
 )
 from resilient_jax.checkpoint.orbax_reader import inspect_checkpoint, read_boxes
-from resilient_jax.checkpoint.orbax_writer import WholeTree, remove_old_checkpoints, write_checkpoint
-from resilient_jax.checkpoint.part_writer import TreeInParts, write_part
-from resilient_jax.checkpoint.stored_tree import StoredLeaf, build_tree, make_stand_in, view_boxes
+from resilient_jax.checkpoint.orbax_writer import remove_old_checkpoints, write_checkpoint
+from resilient_jax.checkpoint.part_writer import write_first_part, write_part
+from resilient_jax.checkpoint.stored_tree import view_boxes
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.notices import ignore_notices
 from resilient_jax.protocol.connection import Connection, Received
@@ -96,26 +94,17 @@ def _save(request: SaveRequest, memory: int) -> SaveReply:
     mapped = mmap.mmap(memory, 0, prot=mmap.PROT_READ)  # unmapped with the last array over it
     share = request.share
     held = [(leaf, view_boxes(leaf, mapped)) for leaf in request.leaves]
-    if share is not None and share.number > 0:
+    if share.number > 0:
         write_part(directory, request.step, held, share)
         return SaveReply(step=request.step, nbytes=0, duration_s=time.monotonic() - started_s)
-    content = (
-        TreeInParts(request.step, held, share)
-        if share is not None
-        else WholeTree(build_tree((leaf.path, _join(leaf, views)) for leaf, views in held))
-    )
-    nbytes = write_checkpoint(directory, request.step, content)
+    write = functools.partial(write_first_part, step=request.step, leaves=held, share=share)
+    nbytes = write_checkpoint(directory, request.step, share, write)
     remove_old_checkpoints(
         directory, request.step, request.max_to_keep, request.distrusted, request.verified_step
     )
     return SaveReply(
         step=request.step, nbytes=nbytes or 0, existed=nbytes is None, duration_s=time.monotonic() - started_s
     )
-
-
-def _join(leaf: StoredLeaf, views: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - an array, or an empty container
-    """Return a leaf of which all is here."""
-    return views[0] if views else make_stand_in(leaf)
 
 
 if __name__ == "__main__":

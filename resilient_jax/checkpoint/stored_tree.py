@@ -3,10 +3,9 @@
 The paths are those of Orbax: containers are dicts, by name, or lists, by index.
 """
 
-import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -52,41 +51,31 @@ class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
         return np.dtype(self.spec.dtype).itemsize * self.box.size
 
 
+class HeldBox(NamedTuple):
+    """A box of an array, and the offset in memory of its elements, in C order."""
+
+    box: IndexBox
+    offset: int
+
+
 class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
-    """An array, or boxes of it, and the offset in memory of the elements, in C order; or an empty container.
+    """An array, or boxes of it, in memory; or an empty container.
 
     Attributes:
         path: keys from the tree's root, with the kinds of their containers.
         spec: shape and dtype of the array; None for an empty container.
-        offset: bytes from the start of the memory to the first box; the others follow without a gap.
         boxes: boxes that are in memory: the whole array, unless other processes have the rest.
-        is_by_row: whether several processes have rows of the array, so that each row is stored in chunks of its own.
+        grid: lengths in each dim, at whose multiples alone the boxes of all processes begin and end, or where the array
+            ends; so that each of its chunks is written by one process alone.
         empty_container: name of the container, without an array. An array without elements is stored as "none": Orbax
             refuses such an array.
     """
 
     path: OrbaxPath
     spec: LeafSpec | None = None
-    offset: int = 0
-    boxes: tuple[IndexBox, ...] = ()
-    is_by_row: bool = False
+    boxes: tuple[HeldBox, ...] = ()
+    grid: tuple[int, ...] = ()
     empty_container: str = ""
-
-
-class LeafPart(NamedTuple):
-    """What this process has of one array of a tree.
-
-    Attributes:
-        leaf: array, or its shape and dtype; or an empty container.
-        pieces: boxes of the array, each with its elements: an array of as many, in C order, of which this process's
-            devices have all shards.
-        is_by_row: as in `StoredLeaf`; the same in all processes.
-    """
-
-    path: OrbaxPath
-    leaf: Any
-    pieces: Sequence[tuple[IndexBox, Any]]
-    is_by_row: bool = False
 
 
 _EMPTY_CONTAINERS: Final[Mapping[str, Any]] = {"none": None, "dict": {}, "list": [], "tuple": ()}
@@ -110,7 +99,7 @@ def make_orbax_path(path: Iterable[Any]) -> OrbaxPath:
 
 def format_orbax_path(path: Iterable[Any]) -> str:
     """Return a path of `jax.tree_util` as the path of a `LeafSpec`; "/" in a name is escaped."""
-    return _join_path(make_orbax_path(path))
+    return join_path(make_orbax_path(path))
 
 
 def flatten_tree(tree: Tree) -> list[tuple[str, OrbaxPath, Any]]:
@@ -150,21 +139,6 @@ def check_storable(tree: Tree) -> None:
             )
 
 
-def assign_offsets(parts: Iterable[LeafPart]) -> tuple[list[StoredLeaf], int]:
-    """Return the leaves with their offsets in memory, and how many bytes they take in all."""
-    leaves: list[StoredLeaf] = []
-    end = 0
-    for path, leaf, pieces, is_by_row in parts:
-        if container := _name_empty_container(leaf):
-            leaves.append(StoredLeaf(path=path, empty_container=container))
-            continue
-        spec = LeafSpec(_join_path(path), str(leaf.dtype), tuple(leaf.shape))
-        offset, boxes = align_offset(end), tuple(box for box, _ in pieces)
-        leaves.append(StoredLeaf(path=path, spec=spec, offset=offset, boxes=boxes, is_by_row=is_by_row))
-        end = offset + np.dtype(spec.dtype).itemsize * sum(box.size for box in boxes)
-    return leaves, end
-
-
 def align_offset(offset: int) -> int:
     """Return the first offset from here at which an array may begin."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -177,13 +151,8 @@ def view_box(stored: StoredBox, memory: mmap.mmap) -> np.ndarray:
 
 def view_boxes(leaf: StoredLeaf, memory: mmap.mmap) -> list[np.ndarray]:
     """Return the elements of each box of an array, as arrays over this memory."""
-    views: list[np.ndarray] = []
-    offset = leaf.offset
-    for box in leaf.boxes:
-        assert leaf.spec is not None, "an empty container has no boxes"
-        views.append(np.ndarray(box.shape, np.dtype(leaf.spec.dtype), buffer=memory, offset=offset))
-        offset += views[-1].nbytes
-    return views
+    dtype = np.dtype(leaf.spec.dtype if leaf.spec is not None else None)
+    return [np.ndarray(held.box.shape, dtype, buffer=memory, offset=held.offset) for held in leaf.boxes]
 
 
 def make_stand_in(leaf: StoredLeaf) -> Any:  # noqa: ANN401 - an array, or an empty container
@@ -216,7 +185,8 @@ class _Node(dict[PathKey, Any]):
     """A container that is being filled; other dicts are leaves."""
 
 
-def _join_path(path: OrbaxPath) -> str:
+def join_path(path: OrbaxPath) -> str:
+    """Return the path of a `LeafSpec`; "/" in a name is escaped."""
     return "/".join(key.name.replace("/", "\\/") for key in path)
 
 
@@ -233,9 +203,8 @@ def _is_empty_container(node: object) -> bool:
     return node is None or (not jax.tree_util.all_leaves([node]) and jax.tree.structure(node).num_nodes == 1)
 
 
-def _name_empty_container(leaf: Any) -> str:  # noqa: ANN401 - an array, or an empty container
-    if hasattr(leaf, "dtype"):
-        return "none" if math.prod(leaf.shape) == 0 else ""
+def name_empty_container(leaf: Any) -> str:  # noqa: ANN401 - an empty container
+    """Return what a container without leaves is stored as."""
     if isinstance(leaf, Mapping):
         return "dict"
     if isinstance(leaf, list):

@@ -31,9 +31,9 @@ class HostShards:
         self.boxes = sorted(set(self._box_of.values()))
 
     @classmethod
-    def of_vector(cls, size: int, dtype: np.dtype[Any], sharding: Sharding) -> "HostShards":
-        """Return the shards of a raveled array of `size` elements: ranges of its vector, padding included."""
-        return cls((compute_padded_size(size, len(sharding.device_set)),), dtype, sharding)
+    def of_vector(cls, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> "HostShards":
+        """Return the shards of a raveled array of this shape: ranges of its vector, padding included."""
+        return cls((compute_padded_size(shape, len(sharding.device_set)),), dtype, sharding)
 
     @property
     def num_elements(self) -> int:

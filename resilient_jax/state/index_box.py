@@ -7,6 +7,10 @@ from typing import Final, NamedTuple
 
 MAX_ROW_BYTES: Final = 256 * 2**10
 """A box may be cut between rows of up to this size; larger rows would make the parts of hosts too unequal."""
+MIN_COARSE_BYTES: Final = 64 * 2**10
+"""A part of a box that is written to storage is not smaller: each costs a chunk."""
+COARSE_UNITS: Final = 32
+"""Such a part has at least so many units of rows, at whose multiples it ends."""
 
 
 class IndexBox(NamedTuple):
@@ -86,12 +90,18 @@ def _cover_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> It
         yield IndexBox((index, *box.start), (index + 1, *box.stop))
 
 
-def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
+def split_box(box: IndexBox, num_parts: int, itemsize: int, *, is_coarse: bool = False) -> list[IndexBox]:
     """Split a box into up to `num_parts` boxes whose sizes differ by at most one row; the larger ones come first.
 
     The box is cut along the first dim that has a row for each part and small rows, so that copies run over long
     stretches of memory; if there is no such dim, along the longest.
+
+    Args:
+        is_coarse: True: into fewer boxes, if they were small, and at multiples of as many rows as a thirty-second of a
+            part allows, so that few chunks of these rows have all boxes.
     """
+    if is_coarse:
+        num_parts = max(1, min(num_parts, box.size * itemsize // MIN_COARSE_BYTES))
     shape = box.shape
     if num_parts == 1 or not shape:
         return [box]
@@ -107,6 +117,11 @@ def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
     each, more = divmod(shape[dim], num_parts)
     # The first `more` of the parts get a row more than the others.
     edges = [box.start[dim] + way * each + min(way, more) for way in range(num_parts + 1)]
+    if is_coarse:
+        # The largest power of two that `each // COARSE_UNITS` has, and that divides where the box begins.
+        rows = 1 << max(0, (each // COARSE_UNITS).bit_length() - 1)
+        rows = math.gcd(rows, box.start[dim])
+        edges[1:-1] = [round(edge / rows) * rows for edge in edges[1:-1]]
     return [box.narrow(dim, start, stop) for start, stop in pairwise(edges)]
 
 

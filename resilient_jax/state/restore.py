@@ -121,7 +121,7 @@ class _Wanted:
         self._is_on_host = leaf.spec.kind in HOST_KINDS
         size = math.prod(leaf.spec.shape)
         self._share = (
-            HostShards.of_vector(size, self._dtype, sharding)
+            HostShards.of_vector(leaf.spec.shape, self._dtype, sharding)
             if leaf.is_raveled
             else HostShards(leaf.spec.shape, self._dtype, sharding)
         )

@@ -1,4 +1,4 @@
-"""Which boxes of which leaf each host keeps in its part: every element of the state exactly once.
+"""Which boxes of which leaf each host keeps or writes in its part: every element of the state exactly once.
 
 A shard that R hosts have is cut into R boxes of nearly equal size, one for each of these hosts. The partition follows
 from shapes, dtypes and shardings, so every host computes the same one.
@@ -45,7 +45,9 @@ class StatePartition:
     replicated_on: tuple[HostName, ...]
 
 
-def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence[HostName]) -> StatePartition:
+def partition_state(
+    leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence[HostName], *, is_coarse: bool = False
+) -> StatePartition:
     """Return the parts of all hosts, of equal size (to within one row of a leaf) where hosts have the same shards.
 
     A leaf in host memory, or on the devices of one host only, is assumed to be the same on every host, as it is when
@@ -54,6 +56,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
     Args:
         leaves: leaves of a state; only their shapes, dtypes and shardings are read, not their values.
         hosts: all hosts of the generation, in the same order on each.
+        is_coarse: as in `split_box`, for storage: then sizes differ by a thirty-second, and by small leaves.
 
     Raises:
         StateError: a leaf is on a device of a host that is not among `hosts`.
@@ -68,7 +71,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
         for box, holders in holdings.items():
             # The least loaded hosts get the larger boxes: loads of hosts with equal shards stay within one row.
             by_load = sorted(holders, key=loads.__getitem__)
-            boxes = split_box(box, len(holders), itemsize) if box.size else []
+            boxes = split_box(box, len(holders), itemsize, is_coarse=is_coarse) if box.size else []
             # Not strict: a box with fewer rows than holders makes fewer boxes,
             # and the hosts with the greatest load get none.
             for host, (start, stop) in zip(by_load, boxes, strict=False):

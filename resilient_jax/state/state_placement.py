@@ -1,6 +1,5 @@
 """A flat state, or one that was just initialized, as the user's tree on the devices of the present mesh."""
 
-import math
 from typing import Final, TypeVar
 
 import jax
@@ -125,7 +124,7 @@ def _find_shape(wanted: MatchedLeaf, sharding: Sharding) -> tuple[int, ...]:
     """Return the shape of the array on devices: of a raveled array, that of its padded vector."""
     if not wanted.is_raveled:
         return wanted.spec.shape
-    return (compute_padded_size(math.prod(wanted.spec.shape), len(sharding.device_set)),)
+    return (compute_padded_size(wanted.spec.shape, len(sharding.device_set)),)
 
 
 def _move_shards(value: jax.Array, sharding: Sharding) -> jax.Array | None:

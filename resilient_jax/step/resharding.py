@@ -266,7 +266,7 @@ class _Target:
     @classmethod
     def of(cls, shape: tuple[int, ...], sharding: NamedSharding, *, is_vector: bool) -> "_Target":
         if is_vector:
-            shape = (compute_padded_size(math.prod(shape), sharding.mesh.size),)
+            shape = (compute_padded_size(shape, sharding.mesh.size),)
         return cls(sharding, shape, is_vector)
 
     @property

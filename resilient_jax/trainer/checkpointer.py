@@ -24,8 +24,8 @@ TOKEN_BYTES: Final = 4
 class Checkpointer:
     """Saves and restores the training state; outlives generations, as a save in flight does, and keeps no array.
 
-    The first host of a generation saves; of a pipeline each host its part, and the first one's process puts them
-    together. When that host changes, the former one may still have a save in flight: each save has a folder of its own.
+    Each host of a generation saves its part, and the first one's process puts the parts together. When that host
+    changes, the former one may still have a save in flight: each save has a folder of its own.
     """
 
     def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
@@ -41,8 +41,7 @@ class Checkpointer:
 
     def restore(self, layout: StateLayout, abstract: Tree, sharding: ShardingRule) -> tuple[int, Tree] | None:
         """Return the step and the state to resume from; None without a checkpoint. See `restore_newest`."""
-        if layout.is_checkpointed_in_parts:
-            self._give_up_without_lost_parts(layout.world)  # a save in flight is waited for
+        self._give_up_without_lost_parts(layout.world)  # a save in flight is waited for
         return restore_newest(layout.world, self._store, self._checkpoints, abstract, sharding)
 
     def save(self, layout: StateLayout, state: State, step: int) -> None:
@@ -57,8 +56,7 @@ class Checkpointer:
             self._save_before_end(layout, state)
             return
         self._store.poll_save(world.record_event)
-        if layout.is_checkpointed_in_parts:
-            self._give_up_without_lost_parts(world)
+        self._give_up_without_lost_parts(world)
         if not self._checkpoints.is_due(step, self._num_steps):
             return
         if world.host_index == 0 and step == self._num_steps:
@@ -70,14 +68,9 @@ class Checkpointer:
         world = layout.world
         world.step_services.hit_failpoint(FailPoint.BEFORE_CHECKPOINT)
         verified_step = world.audits.verified_step if world.audits is not None else None
-        if layout.is_checkpointed_in_parts:
-            if (share := self._agree_on_share(world, step)) is not None:
-                part = layout.list_checkpoint_part(state)
-                self._store.start_part(step, part, share, world.record_event, verified_step)
-            return
-        replicated = layout.gather_state(state)
-        if world.host_index == 0:
-            self._store.start_save(step, replicated, world.record_event, verified_step)
+        if (share := self._agree_on_share(world, step)) is not None:
+            part = layout.make_checkpoint_part(state)
+            self._store.start_save(step, part, share, world.record_event, verified_step)
 
     def _save_before_end(self, layout: StateLayout, state: State) -> None:
         """Return when the state is on storage, or its save has failed: the job ends, and its outcome says which."""
@@ -127,8 +120,7 @@ class Checkpointer:
         if world.replay is not None:
             return ""
         is_saver = world.host_index == 0
-        if layout.is_checkpointed_in_parts:
-            self._give_up_without_lost_parts(world)
+        self._give_up_without_lost_parts(world)
         # Of a part, too: should its process fail, the first host is told.
         self._store.wait_until_finished(world.record_event, world.raise_if_ended)
         is_missing = is_saver and step > 0 and not self._store.has_checkpoint(step)

@@ -200,9 +200,7 @@ class FitLoop:
         After the first step of a generation: behind the reductions, which `World` has enqueued. These are smaller, and
         needed first.
         """
-        gathers_state = self._checkpointer is not None
-        layout = generation.layout
-        jobs = layout.list_jobs(generation.programs, self._compiled_meshes, gathers_state=gathers_state)
+        jobs = generation.layout.list_jobs(generation.programs, self._compiled_meshes)
         generation.world.step_services.compile_ahead(jobs, PRECOMPILE_DELAY_S)
 
     def evaluate(self, generation: FitGeneration, state: State) -> dict[str, float]:

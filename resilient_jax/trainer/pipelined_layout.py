@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from resilient_jax.checkpoint.stored_tree import LeafPart
+from resilient_jax.checkpoint.part_plan import StoredState
 from resilient_jax.compile.ahead_of_time import CompilationJob
 from resilient_jax.pipeline.weight_digests import digest_weights
 from resilient_jax.protocol.worker_tasks import WorkerTask
@@ -46,18 +46,9 @@ class PipelinedLayout(StateLayout):
         """Refuse: what is gathered is the whole state."""
         raise NotImplementedError
 
-    def gather_state(self, state: PipelinedState) -> TrainingState:
-        """Return the state of the whole model, in host memory."""
-        return self._steps.gather_state(state)
-
-    @property
-    def is_checkpointed_in_parts(self) -> bool:
-        """True: no host has memory for the whole model."""
-        return True
-
-    def list_checkpoint_part(self, state: PipelinedState) -> list[LeafPart]:
-        """Return the units that this host writes, and on the first host what every host has."""
-        return self._units.list_checkpoint_part(state, self._steps.abstract_state)
+    def describe_stored(self, state: PipelinedState) -> StoredState:
+        """Return the state of the whole model, of which the units are parts."""
+        return self._units.describe_stored(state, self._steps.abstract_state)
 
     def gather_variables(self, state: PipelinedState, *, use_ema: bool = False) -> Variables:
         """Refuse: an evaluation runs by stage."""
@@ -109,8 +100,6 @@ class PipelinedLayout(StateLayout):
         """Take a snapshot, if one is due."""
         self.world.snapshot(state)
 
-    def list_jobs(
-        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
-    ) -> Iterator[CompilationJob]:
+    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield nothing: no program knows how many hosts there are."""
         yield from ()

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
-from resilient_jax.checkpoint.stored_tree import LeafPart
+from resilient_jax.checkpoint.part_plan import HostPart, PartPlan, StoredState, describe_state
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
@@ -73,6 +73,7 @@ class StateLayout(abc.ABC):
         self.world = world
         self.arrangement = arrangement
         self.placement = placement
+        self._part_plan: PartPlan | None = None
 
     @functools.cached_property
     def local_sharding(self) -> NamedSharding:
@@ -116,18 +117,16 @@ class StateLayout(abc.ABC):
         The result may share memory with the state, and is invalid once the state is donated.
         """
 
-    def gather_state(self, state: State) -> TrainingState:
-        """Return the state of the whole model, as `gather` does, or in host memory."""
-        return self.gather(state)
+    def describe_stored(self, state: State) -> StoredState:
+        """Return the state as checkpoints have it."""
+        return describe_state(state)
 
-    @property
-    def is_checkpointed_in_parts(self) -> bool:
-        """Whether each host writes its own part of a checkpoint; else the first host writes what all gather."""
-        return False
-
-    def list_checkpoint_part(self, state: State) -> list[LeafPart]:
-        """Return what this host writes of a checkpoint; on the first host with all leaves of the state."""
-        raise NotImplementedError
+    def make_checkpoint_part(self, state: State) -> HostPart:
+        """Return what this host writes of a checkpoint, which is its share of what several hosts have."""
+        stored, world = self.describe_stored(state), self.world
+        if self._part_plan is None:
+            self._part_plan = PartPlan(stored, world.host, world.host_of_device, world.hosts)
+        return self._part_plan.make_part(stored.leaves)
 
     def gather_variables(self, state: State, *, use_ema: bool = False) -> Variables:
         """Return the variables of the whole model, as `gather` does.
@@ -179,14 +178,11 @@ class StateLayout(abc.ABC):
         """Protect a committed state against failures, if a snapshot is due."""
 
     @abc.abstractmethod
-    def list_jobs(
-        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
-    ) -> Iterator[CompilationJob]:
+    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield the jobs that compile what this layout would call in likely next worlds, the likeliest first.
 
         Args:
             known: shapes of the meshes that programs were compiled for; the jobs add theirs.
-            gathers_state: True: `gather` is called for the complete state, too; False: for variables alone.
         """
 
 
@@ -226,9 +222,7 @@ class ReplicatedLayout(StateLayout):
     def snapshot(self, state: TrainingState) -> None:
         """Do nothing: the other hosts have the state, and its snapshots are taken without a call."""
 
-    def list_jobs(
-        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
-    ) -> Iterator[CompilationJob]:
+    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield nothing: all programs are on this host's devices alone."""
         yield from ()
 
@@ -301,9 +295,7 @@ class ShardedLayout(StateLayout):
         """Take a snapshot, if one is due."""
         self.world.snapshot(state)
 
-    def list_jobs(
-        self, programs: TrainStep, known: set[MeshShape], *, gathers_state: bool
-    ) -> Iterator[CompilationJob]:
+    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield a job for each likely world: what gathers the state, cuts the sums, and updates."""
         world = self.world
         if not is_portable_cache_on(world.local_devices[0]):
@@ -316,7 +308,7 @@ class ShardedLayout(StateLayout):
             if grid.mesh.axis_sizes not in known and grid.mesh.size == len(devices):
                 yield CompilationJob(
                     f"sharded state over {grid.num_hosts} hosts",
-                    functools.partial(self._compile, programs, known, grid, gathers_state),
+                    functools.partial(self._compile, programs, known, grid),
                 )
 
     def _compile(
@@ -324,7 +316,6 @@ class ShardedLayout(StateLayout):
         programs: TrainStep,
         known: set[MeshShape],
         grid: HostGrid,
-        gathers_state: bool,
         check: CancellationCheck,
     ) -> bool:
         placement = self._placement.with_mesh(grid.mesh)
@@ -343,8 +334,6 @@ class ShardedLayout(StateLayout):
         cut = resharding.abstract_shards(complete, placement, self._raveled.sums)
         check()
         programs.update.lower(state, *cut, placement=placement.with_abstract_mesh()).compile()
-        if gathers_state:  # last, because it is needed last
-            resharding.compile_replicate(state, grid, check)
         known.add(grid.mesh.axis_sizes)
         return True
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.model_weights import Weights, list_leaf_specs
-from resilient_jax.checkpoint.stored_tree import LeafPart, flatten_tree
+from resilient_jax.checkpoint.part_plan import LeafPlace, StoredState
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState, is_spec, make_unit_specs, place_unit
@@ -38,7 +38,7 @@ from resilient_jax.sharding.holder_sharding import (
 )
 from resilient_jax.sharding.placements import ParameterPlacement
 from resilient_jax.sharding.stage_sharding import StageSharding, make_stage_mesh
-from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.training_state import TrainingState, Tree
@@ -244,30 +244,18 @@ class UnitPlacement:
         units = {number: self.place_unit(number, self._states.split(number, local)) for number in self.held}
         return self.make_state(int(local.step), units, jax.tree.map(self.replicate, local.early_stopping))
 
-    def list_checkpoint_part(self, state: PipelinedState, abstract: TrainingState) -> list[LeafPart]:
-        """Return what this host writes of a checkpoint of the whole model: the holders of a unit take turns."""
-        held = self.read_held(state)
-        pieces: dict[str, list[tuple[IndexBox, Any]]] = {}
-        is_first = self.world.host == self.world.hosts[0]
-        if is_first:
-            common = abstract._replace(
-                step=state.step, early_stopping=state.early_stopping, opt_state=held[self.held[0]].opt_state
-            )
-            for path, leaf in jax.tree_util.tree_leaves_with_path(common):
-                name = jax.tree_util.keystr(path)
-                if isinstance(leaf, jax.Array) and not self._states.find_units_of_leaf(name):
-                    leaf = self.read_local(leaf)
-                    pieces[name] = [(whole_box(leaf.shape), leaf)]
-        for number in self.held:
-            holders = sorted(self.list_holders(number))
-            if holders[number % len(holders)] == self.world.host:
-                for name, box, elements in self._states.list_pieces(number, held[number]):
-                    pieces.setdefault(name, []).append((box, elements))
-        return [
-            LeafPart(path, leaf, pieces.get(name, []), len(self._states.find_units_of_leaf(name)) > 1)
-            for name, path, leaf in flatten_tree(abstract)
-            if is_first or name in pieces
-        ]
+    def describe_stored(self, state: PipelinedState, abstract: TrainingState) -> StoredState:
+        """Return the state of the whole model as checkpoints have it, of which the units are parts."""
+        places = {
+            f".units[{number}]{path}": place
+            for number in range(len(state.units))
+            for path, place in self._states.list_places(number)
+        }
+        places |= {
+            leaf.path: LeafPlace(leaf.path) for leaf in flatten_state(0, state._replace(units=())).leaves
+        }
+        held = [leaf for leaf in flatten_state(0, state).leaves if leaf.path in places]
+        return StoredState(abstract, held, [places[leaf.path] for leaf in held])
 
     def place_whole(self, path: str, leaf: Any) -> NamedSharding:  # noqa: ANN401 - the shape of an array
         """Return the sharding of a leaf of the whole model's state, as read from storage: on the hosts that need it."""

@@ -15,12 +15,12 @@ import numpy as np
 import optax
 from jax.extend import core
 
+from resilient_jax.checkpoint.part_plan import LeafPlace
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.sharding.elementwise import find_elementwise
 from resilient_jax.sharding.jaxprs import CALLS, walk
-from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.state.leaf_kinds import make_strong
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.training_state import EarlyStoppingState, TrainingState, Tree
@@ -131,32 +131,26 @@ class UnitStates:
         opt_leaves = [take(path, like) for path, like in _list_paths(self.abstract[number].opt_state)]
         return UnitState(own, jax.tree.structure(self.abstract[number].opt_state).unflatten(opt_leaves))
 
-    def list_pieces(self, number: int, state: UnitState) -> Iterator[tuple[str, IndexBox, Any]]:
-        """Yield what a unit has of the state of the whole model, without what every unit has; the inverse of `split`.
+    def list_places(self, number: int) -> Iterator[tuple[str, LeafPlace]]:
+        """Yield where the leaves of a unit's state are in the state of the whole model; the inverse of `split`.
+
+        What every unit has alike is that of the first one.
 
         Yields:
-            The path of a leaf of a `TrainingState`, a box of that leaf, and its elements, as many as the box has.
+            The path of a leaf of the unit's state, and its place in a `TrainingState`.
         """
         unit = self.units[number]
-        names, leaves = zip(*_list_paths(self._variables), strict=True)
+        names = [path for path, _ in _list_paths(self._variables)]
         for weight in unit.weights:
-            box = whole_box(leaves[weight.leaf].shape)
-            if weight.layer is not None:
-                box = box.narrow(0, weight.layer, weight.layer + 1)
-            yield f".variables{names[weight.leaf]}", box, state.weights[weight.name]
-        layers = sorted({weight.layer for weight in unit.weights if weight.layer is not None})
+            path = jax.tree_util.keystr((jax.tree_util.DictKey(weight.name),))
+            rows = (weight.layer,) if weight.layer is not None else None
+            yield f".weights{path}", LeafPlace(f".variables{names[weight.leaf]}", rows, rows is not None)
+        layers = tuple(sorted({weight.layer for weight in unit.weights if weight.layer is not None}))
         shapes = {path: leaf.shape for path, leaf in _list_paths(self._opt_state)}
-        for path, leaf in _list_paths(state.opt_state):
-            name, box = f".opt_state{path}", whole_box(shapes[path])
-            if not self.find_units_of_leaf(name):
-                continue
-            if leaf.shape == shapes[path]:
-                yield name, box, leaf
-            elif len(layers) == layers[-1] - layers[0] + 1:  # one layer, mostly
-                yield name, box.narrow(0, layers[0], layers[-1] + 1), leaf
-            else:
-                for place, layer in enumerate(layers):
-                    yield name, box.narrow(0, layer, layer + 1), leaf[place]
+        for path, leaf in _list_paths(self.abstract[number].opt_state):
+            name = f".opt_state{path}"
+            if number == 0 or self.find_units_of_leaf(name):
+                yield name, LeafPlace(name, layers if leaf.shape != shapes[path] else None)
 
     def find_units_of_leaf(self, path: str) -> list[int]:
         """Return the units that have a part of a leaf of a `TrainingState`; none: every host has it."""

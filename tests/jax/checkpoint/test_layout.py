@@ -11,10 +11,11 @@ import pytest
 
 from resilient_jax.checkpoint.directory_listing import find_tree_folder, list_directory
 from resilient_jax.checkpoint.orbax_reader import inspect_checkpoint, read_boxes
-from resilient_jax.checkpoint.orbax_writer import WholeTree, remove_old_checkpoints, write_checkpoint
+from resilient_jax.checkpoint.orbax_writer import remove_old_checkpoints
 from resilient_jax.checkpoint.stored_tree import StoredBox, flatten_tree
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable, StateError
 from resilient_jax.state.index_box import whole_box
+from tests.support.whole_checkpoints import write_whole
 
 TREE = {
     "params": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
@@ -41,7 +42,7 @@ def assert_equal(found):
 def ours(tmp_path_factory):
     """Return a directory with our checkpoint of step 3, and the folder of a save that was not finished."""
     directory = tmp_path_factory.mktemp("ours")
-    write_checkpoint(directory, 3, WholeTree(TREE))
+    write_whole(directory, 3, TREE)
     (directory / "5.orbax-checkpoint-tmp-host-17").mkdir()
     return directory
 
@@ -72,12 +73,12 @@ def test_a_standard_checkpointer_restores_the_item_of_our_step(ours):
 
 
 def test_a_checkpoint_manager_and_ours_keep_house_in_one_directory(tmp_path):
-    write_checkpoint(tmp_path, 3, WholeTree(TREE))
+    write_whole(tmp_path, 3, TREE)
     with ocp.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         for step in (4, 5):
             manager.save(step, args=ocp.args.StandardSave(TREE))
     assert list_directory(tmp_path).steps == (5, 4)
-    write_checkpoint(tmp_path, 6, WholeTree(TREE))
+    write_whole(tmp_path, 6, TREE)
     remove_old_checkpoints(tmp_path, 6, 2, ())
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [5, 6]
@@ -129,9 +130,9 @@ def test_another_layout_is_refused_with_the_remedy_and_neither_replaced_nor_remo
     with pytest.raises(CheckpointUnreadable, match=said):
         inspect_checkpoint(folder)
     with pytest.raises(CheckpointFailed, match=rf"another checkpoint is in the way in {folder}: {said}"):
-        write_checkpoint(tmp_path, 3, WholeTree(TREE))
+        write_whole(tmp_path, 3, TREE)
     for step in (4, 5):
-        write_checkpoint(tmp_path, step, WholeTree(TREE))
+        write_whole(tmp_path, step, TREE)
         remove_old_checkpoints(tmp_path, step, 1, ())
     assert list_directory(tmp_path).steps == (5, 3)
     assert sorted(folder.rglob("*")) == files

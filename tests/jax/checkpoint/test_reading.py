@@ -12,13 +12,13 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.checkpoint import orbax_reader, orbax_writer
+from resilient_jax.checkpoint import orbax_reader, part_writer
 from resilient_jax.checkpoint.orbax_reader import ByteBudget, check_readable, inspect_checkpoint, read_boxes
-from resilient_jax.checkpoint.orbax_writer import WholeTree, write_checkpoint
 from resilient_jax.checkpoint.stored_tree import StoredBox, align_offset, allocate_memory, view_box
 from resilient_jax.errors import CheckpointUnreadable
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import IndexBox, whole_box
+from tests.support.whole_checkpoints import write_whole
 
 KIB = 2**10
 CHUNK_BYTES = 64 * KIB
@@ -44,8 +44,8 @@ def folder(request, tree, tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoints")
     if request.param == "ours":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
-            write_checkpoint(directory, 1, WholeTree(tree))
+            patch.setattr(part_writer, "CHUNK_BYTES", CHUNK_BYTES)
+            write_whole(directory, 1, tree)
     else:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt="without" not in request.param)
         with ocp.Checkpointer(handler) as checkpointer:
@@ -105,8 +105,8 @@ def bytes_from_files():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading(tree, dim, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
-        write_checkpoint(tmp_path, 1, WholeTree(tree))
+        patch.setattr(part_writer, "CHUNK_BYTES", CHUNK_BYTES)
+        write_whole(tmp_path, 1, tree)
     quarter = IndexBox((0, 0), (ROWS, COLUMNS)).narrow(dim, 0, (ROWS, COLUMNS)[dim] // 4)
     before = bytes_from_files()
     (found,) = read_named_boxes(tmp_path / "1", tree, [("wide", quarter)])

@@ -66,7 +66,7 @@ def trace(optimizer, params):
 def pad(leaf, padding=np.nan):
     """Return a leaf raveled and padded for a number of devices, with what must not matter."""
     raveled = ravel_array(leaf)
-    missing = compute_padded_size(leaf.size, DEVICES) - leaf.size
+    missing = compute_padded_size(leaf.shape, DEVICES) - leaf.size
     vector = jnp.pad(raveled.vector, (0, missing), constant_values=jnp.asarray(padding, leaf.dtype))
     return RaveledArray(vector, raveled.shape)
 

@@ -10,12 +10,13 @@ import optax
 import pytest
 
 import resilient_jax as rj
-from resilient_jax.checkpoint.host_copy import HostCopy, list_leaves
+from resilient_jax.checkpoint.part_plan import HostCopy
 from resilient_jax.checkpoint.stored_tree import view_boxes
 from resilient_jax.errors import CallerError
 from resilient_jax.step import reduction
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.full_only import full_but
+from tests.support.whole_checkpoints import plan_whole
 
 WIDTH, STEPS = 48, 3
 
@@ -127,9 +128,9 @@ def test_all_shards_of_a_state_on_one_host_are_copied_for_a_checkpoint():
         name: jax.device_put(whole, jax.NamedSharding(mesh, jax.P(*spec))) for name, spec in specs.items()
     }
     copy = HostCopy()
-    leaves, descriptor = copy.copy(list_leaves({**state, "number": jnp.int32(7)}))
-    with mmap.mmap(descriptor, 0) as memory:
-        for leaf in leaves:
+    part = plan_whole({**state, "number": jnp.int32(7)})
+    with mmap.mmap(copy.copy(part), 0) as memory:
+        for leaf in part.leaves:
             expected = 7 if leaf.path[0].name == "number" else whole
             assert np.array_equal(view_boxes(leaf, memory)[0].copy(), expected), leaf.path
     copy.free()

@@ -93,7 +93,7 @@ def place(tree, placement, raveled):
         where = placement(jax.tree_util.keystr(path), leaf)
         if not is_raveled(leaf):
             return jax.device_put(leaf, where)
-        padding = compute_padded_size(leaf.size, placement.mesh.size) - leaf.size
+        padding = compute_padded_size(leaf.shape, placement.mesh.size) - leaf.size
         # What is in the padding is unspecified.
         vector = np.pad(leaf.vector, (0, padding), constant_values=np.nan if leaf.dtype == np.float32 else 7)
         return RaveledArray(jax.device_put(vector, where), leaf.shape)

@@ -1,5 +1,6 @@
 """A checkpoint that several hosts write together has the layout of one that one host writes, or there is none."""
 
+import functools
 import hashlib
 import os
 import signal
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -15,11 +17,12 @@ from resilient_jax.checkpoint import part_writer
 from resilient_jax.checkpoint.messages import SaveShare
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.checkpoint.orbax_writer import write_checkpoint
-from resilient_jax.checkpoint.stored_tree import LeafPart, PathKey, StoredLeaf, flatten_tree
+from resilient_jax.checkpoint.part_plan import HostPart, PartPlan, describe_state
+from resilient_jax.checkpoint.stored_tree import PathKey, StoredLeaf
 from resilient_jax.errors import CheckpointFailed
 from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.leaf_spec import LeafSpec
-from resilient_jax.state.index_box import whole_box
 from tests.process.checkpoint.storage_processes import (
     end_idle_processes,
     find_storage_process,
@@ -28,10 +31,8 @@ from tests.process.checkpoint.storage_processes import (
 )
 from tests.support.patience import patience, wait_until
 
-HOSTS = ("host-0", "host-1", "host-2")
+HOSTS = tuple(map(HostName, ("host-0", "host-1", "host-2")))
 TIMEOUT_S = patience(12)
-ROWS = {0: (0, 1), 1: (1, 2), 2: (2, 5)}
-"""Of what is stacked over layers: the rows of each part."""
 Tree = dict[str, object]
 
 
@@ -39,24 +40,17 @@ def make_state(step: int) -> Tree:
     random = np.random.default_rng(step)
     return {
         "layers": [{"w": random.normal(size=(4, 6)).astype(np.float32)} for _ in HOSTS],
-        "stack": random.normal(size=(5, 3, 2)).astype(np.float32),
+        "large": random.normal(size=(1000, 257)).astype(np.float32),
+        "stack": random.normal(size=(5, 150, 100)).astype(np.float32),
         "moments": [np.arange(6, dtype=np.int32), None, ()],
         "step": np.asarray(step, np.int32),
     }
 
 
-def list_part(state: Tree, number: int) -> list[LeafPart]:
-    """Return what a host writes: a layer, some rows of the stack; the first one what is left."""
-    parts: list[LeafPart] = []
-    for name, path, leaf in flatten_tree(state):
-        pieces = []
-        if "stack" in name:
-            pieces = [(whole_box(leaf.shape).narrow(0, *ROWS[number]), leaf[slice(*ROWS[number])])]
-        elif hasattr(leaf, "dtype") and number == next((n for n in range(3) if f"[{n}]['w']" in name), 0):
-            pieces = [(whole_box(leaf.shape), leaf)]
-        if pieces or number == 0:
-            parts.append(LeafPart(path, leaf, pieces, is_by_row="stack" in name))
-    return parts
+def make_part(state: Tree, number: int) -> HostPart:
+    """Return what a host writes: its share of the large arrays, of which every host has all, and some small ones."""
+    stored = describe_state(state)
+    return PartPlan(stored, HOSTS[number], lambda device: HOSTS[0], HOSTS).make_part(stored.leaves)
 
 
 class Hosts:
@@ -72,7 +66,7 @@ class Hosts:
 
     def start(self, number: int, state: Tree, step: int, token: str) -> None:
         share = SaveShare(token=token, number=number, hosts=HOSTS)
-        self.stores[number].start_part(step, list_part(state, number), share, self.note(number))
+        self.stores[number].start_save(step, make_part(state, number), share, self.note(number))
 
     def wait_saved(self, number: int) -> None:
         self.stores[number].wait_until_saved(self.note(number))
@@ -139,6 +133,17 @@ def test_parts_are_one_checkpoint_for_us_and_for_plain_orbax(hosts: Hosts) -> No
     assert {name: hashlib.sha256(files[name].read_bytes()).hexdigest() for name in digests} == digests
 
 
+def test_each_host_writes_its_share_of_the_bytes(hosts: Hosts) -> None:
+    state = hosts.save(3)
+    due = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / len(HOSTS)
+    databases = sorted((hosts.directory / "3" / "default").glob("ocdbt.process_*"))
+    for database in databases:
+        written = sum(path.stat().st_size for path in database.rglob("*") if path.is_file())
+        assert written < 1.05 * due, database.name  # random elements, which zstd makes smaller by a twelfth
+        assert written > 0.8 * due, database.name
+    assert len(databases) == len(HOSTS)
+
+
 def test_a_complete_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(hosts: Hosts) -> None:
     state = hosts.save(3)
     hosts.save_anew(make_state(7), "again")
@@ -171,10 +176,14 @@ def test_without_a_lost_host_there_is_none_and_the_next_one_is_made(hosts: Hosts
 
 def test_a_host_that_cannot_write_its_part_is_named(hosts: Hosts) -> None:
     state = make_state(3)
-    wrong = [part._replace(leaf=np.zeros((5, 3, 7), np.float32)) for part in list_part(state, 2)]
+    part = make_part(state, 2)
+    wrong = [
+        msgspec.structs.replace(leaf, boxes=leaf.boxes[:1] * 2, grid=leaf.grid * 2) for leaf in part.leaves
+    ]
     hosts.start(0, state, 3, "first")
     hosts.start(1, state, 3, "first")
-    hosts.stores[2].start_part(3, wrong, SaveShare(token="first", number=2, hosts=HOSTS), hosts.note(2))
+    share = SaveShare(token="first", number=2, hosts=HOSTS)
+    hosts.stores[2].start_save(3, part._replace(leaves=wrong), share, hosts.note(2))
     with pytest.raises(CheckpointFailed, match="host-2 could not write its part: ValueError: "):
         hosts.wait_saved(0)
     assert not hosts.stores[0].has_checkpoint(3)
@@ -215,5 +224,6 @@ def test_a_directory_that_hosts_do_not_share_is_said(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointFailed, match=r"no folder of host-0 in .* same files on every host"):
         part_writer.write_part(tmp_path / "there", 3, [], there)
     scalar = StoredLeaf(path=(PathKey("step", is_index=False),), spec=LeafSpec("step", "int32", ()), boxes=())
+    write = functools.partial(part_writer.write_first_part, step=3, leaves=[(scalar, [])], share=here)
     with pytest.raises(CheckpointFailed, match=r"host-1 has not begun its part .* same files on every host"):
-        write_checkpoint(tmp_path / "here", 3, part_writer.TreeInParts(3, [(scalar, [])], here))
+        write_checkpoint(tmp_path / "here", 3, here, write)

@@ -19,7 +19,6 @@ import optax
 import pytest
 
 import resilient_jax as rj
-from resilient_jax.checkpoint import OrbaxStore
 from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.worker_environment import set_device_count
@@ -34,6 +33,7 @@ from tests.process.checkpoint.storage_processes import (
 from tests.support.agents import free_port
 from tests.support.patience import patience, wait_until
 from tests.support.summing_hosts import add_messages
+from tests.support.whole_checkpoints import WholeStore
 
 WORKER = Path(__file__).with_name("trainer_orbax_worker.py")
 DEADLINE_S = patience(24)
@@ -95,7 +95,7 @@ def to_bytes(tree):
 
 @contextlib.contextmanager
 def open_store(directory, **options):
-    with contextlib.closing(OrbaxStore(directory, **{"max_to_keep": 2, **options})) as store:
+    with contextlib.closing(WholeStore(directory, **{"max_to_keep": 2, **options})) as store:
         lend_process(store)
         yield store
         take_back_process(store)
@@ -172,7 +172,7 @@ def test_the_saved_state_is_that_of_the_call_although_its_arrays_are_donated_bef
     with open_store(tmp_path) as store:
         store.save(1, {"warm": jnp.zeros(3)})
         with stopped(find_storage_process(store)):
-            assert store.start_save(2, state)
+            assert store.try_save(2, state)
             wide = state.variables["wide"]
             overwritten = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(wide)
             assert bool(jnp.all(overwritten == -1))
@@ -186,8 +186,8 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_with_an_event(tmp_
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
         with stopped(find_storage_process(store)):
-            assert store.start_save(2, make_state(2), note)
-            assert not store.start_save(3, make_state(3), note)
+            assert store.try_save(2, make_state(2), note)
+            assert not store.try_save(3, make_state(3), note)
         store.wait_until_saved(note)
         assert to_bytes(store.load(2, abstract(make_state()))) == to_bytes(make_state(2))
     (skipped,) = note.of(EventKind.CHECKPOINT_SKIPPED)
@@ -203,7 +203,7 @@ def test_unwritable_storage_is_an_event_and_an_error_until_a_save_succeeds(tmp_p
     directory.write_text("a file in the way")
     note = Recorder()
     with open_store(directory) as store:
-        store.start_save(1, make_state(), note)
+        store.try_save(1, make_state(), note)
         with pytest.raises(
             CheckpointFailed, match=r"step 1: .*Error.*there is none on storage.*launch the job"
         ):
@@ -212,7 +212,7 @@ def test_unwritable_storage_is_an_event_and_an_error_until_a_save_succeeds(tmp_p
         assert failed["step"] == 1
         assert failed["path"] == str(directory / "1")
         directory.unlink()
-        store.start_save(2, make_state(), note)
+        store.try_save(2, make_state(), note)
         store.wait_until_saved(note)
         assert names_in(directory) == ["2"]
 
@@ -223,12 +223,12 @@ def test_the_death_of_the_storage_process_fails_the_save_and_the_next_save_start
         store.save(1, make_state(1))
         process = find_storage_process(store)
         os.kill(process, signal.SIGSTOP)
-        store.start_save(2, make_state(2), note)
+        store.try_save(2, make_state(2), note)
         os.kill(process, signal.SIGKILL)
         with pytest.raises(CheckpointFailed, match=r"ended with code -9.*the newest on storage is of step 1"):
             store.wait_until_saved(note)
         assert len(note.of(EventKind.CHECKPOINT_FAILED)) == 1
-        store.start_save(3, make_state(3), note)
+        store.try_save(3, make_state(3), note)
         store.wait_until_saved(note)
         assert store.find_newest_step() == 3
 
@@ -240,7 +240,7 @@ def test_a_save_that_exceeds_its_timeout_fails(tmp_path):
         store._client._timeout_s = 0.2
         process = find_storage_process(store)
         os.kill(process, signal.SIGSTOP)
-        store.start_save(2, make_state(2), note)
+        store.try_save(2, make_state(2), note)
         with pytest.raises(CheckpointFailed, match=r"took more than 0\.2 s"):
             store.wait_until_saved(note)
         assert not Path(f"/proc/{process}").exists()
@@ -507,7 +507,7 @@ def test_a_save_replaces_a_damaged_checkpoint_of_its_step_and_keeps_an_intact_on
     before = (tmp_path / "3" / "default" / "_METADATA").stat().st_mtime_ns
     with open_store(tmp_path) as store:
         note = Recorder()
-        store.start_save(3, make_state(), note)
+        store.try_save(3, make_state(), note)
         store.wait_until_saved(note)
         assert note.of(EventKind.CHECKPOINT_SAVED)[0]["existed"]
         assert (tmp_path / "3" / "default" / "_METADATA").stat().st_mtime_ns == before

@@ -22,9 +22,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.checkpoint import OrbaxStore, array_reads, orbax_store
+from resilient_jax.checkpoint import array_reads, orbax_store
 from resilient_jax.checkpoint.stored_tree import allocate_memory
 from resilient_jax.sharding.placements import fully_sharded
+from tests.support.whole_checkpoints import WholeStore
 
 
 def member(directory: str, index: int, port: int) -> None:
@@ -40,7 +41,7 @@ def member(directory: str, index: int, port: int) -> None:
         "narrow": (jax.device_put(jnp.bfloat16(1.5), here), jax.device_put(np.int32(7), here)),
         "key": jax.device_put(jax.random.key(5), here),
     }
-    store = OrbaxStore(directory, max_to_keep=2)
+    store = WholeStore(directory, max_to_keep=2)
     for step in (3, 5, 7):
         store.save(step, state)
     assert store.find_newest_step() == 7
@@ -65,7 +66,7 @@ def share(directory: str, index: int, port: int) -> None:
         "key": jax.random.key(5),
     }
     abstract = jax.eval_shape(lambda tree: tree, state)
-    store = OrbaxStore(directory, max_to_keep=2)
+    store = WholeStore(directory, max_to_keep=2)
     if index == 0:
         store.save(3, state)
     multihost_utils.sync_global_devices("saved")
@@ -104,7 +105,7 @@ def share(directory: str, index: int, port: int) -> None:
     multihost_utils.sync_global_devices("done")
 
 
-def find_storage_process(store: OrbaxStore) -> int:
+def find_storage_process(store: WholeStore) -> int:
     connection = store._client._connection
     assert connection is not None
     return connection.pid
@@ -113,10 +114,10 @@ def find_storage_process(store: OrbaxStore) -> int:
 def leave(directory: str) -> None:
     numbers = np.arange(1000, dtype=np.float32)
     state = {"a": jax.device_put(numbers)}
-    store = OrbaxStore(directory, max_to_keep=1)
+    store = WholeStore(directory, max_to_keep=1)
     store.save(1, state)
     os.kill(find_storage_process(store), signal.SIGSTOP)
-    store.start_save(2, state)
+    store.try_save(2, state)
     backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
     del state
     jax.extend.backend.clear_backends()
@@ -134,11 +135,11 @@ def leave(directory: str) -> None:
 
 def save(directory: str) -> None:
     state = {"a": jnp.asarray(np.random.default_rng(0).random(2_000_000, np.float32))}
-    store = OrbaxStore(directory, max_to_keep=2)
+    store = WholeStore(directory, max_to_keep=2)
     step = max(store.list_directory().steps, default=0)
     while True:
         step += 1
-        store.start_save(step, state)
+        store.try_save(step, state)
         print(find_storage_process(store), flush=True)
         store.wait_until_saved()
 

@@ -7,5 +7,5 @@ from resilient_jax.transport import peer_channel
 
 
 def main() -> None:
-    vars(peer_channel)["CONNECT_TIMEOUT_S"] = float(sys.argv[1])
+    setattr(peer_channel, "CONNECT_TIMEOUT_S", float(sys.argv[1]))  # noqa: B010 - no assignment to a Final name
     server.main()

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.checkpoint.stored_tree import check_storable
 from resilient_jax.errors import StateError
 from resilient_jax.ids import GenerationNumber, HostName
@@ -18,6 +17,7 @@ from resilient_jax.state.peer_transfer import CancellableTransfer, StateServer, 
 from resilient_jax.state.state_placement import place_initial_state, restore_state
 from resilient_jax.transport.credentials import Credentials
 from tests.support.leaf_kinds import assert_same_kinds, make_state
+from tests.support.whole_checkpoints import WholeStore
 
 CREDENTIALS = Credentials("secret")
 NUMBER = GenerationNumber(4)
@@ -37,7 +37,7 @@ def server():
 
 @pytest.fixture
 def store(tmp_path):
-    store = OrbaxStore(tmp_path / "checkpoints", max_to_keep=1)
+    store = WholeStore(tmp_path / "checkpoints", max_to_keep=1)
     yield store
     store.close()
 
@@ -104,4 +104,4 @@ def test_a_dtype_that_storage_does_not_have_is_refused_before_the_first_step(dty
 
 def test_what_a_checkpoint_cannot_give_back_is_refused_when_it_is_saved(store):
     with pytest.raises(StateError, match=r"leaf \['name'\] is a str"):
-        store.start_save(1, {"name": "adam", "w": jnp.ones(3)})
+        store.try_save(1, {"name": "adam", "w": jnp.ones(3)})
