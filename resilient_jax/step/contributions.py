@@ -53,7 +53,7 @@ class Contributions:
         spec: what is accumulated; parts of another accumulation, or of another step, cannot be added to these.
         parts: by number: those of the present generation's replicas, and earlier ones. No two have the same microbatch.
         replica_shape: the shape of the replicas that have computed them.
-        rank: number of this host among those of its replica, where totals are in shards; see `SumLayout`.
+        rank: number of this host among those of its replica, where totals are in shards; see `AccumulationLayout`.
         limits: int32[leaves in fixed point]; None while they are not known. Without them no part is a total.
     """
 

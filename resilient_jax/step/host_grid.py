@@ -16,8 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.ids import Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.jax_runtime.live_processes import get_seat
 
 HOST_AXIS, LOCAL_AXIS = "host", "local"
 MAX_GRIDS = 8
@@ -158,6 +160,11 @@ class LiveHosts:
     devices_by_host: tuple[tuple[Device, ...], ...]
     host_index: int
     grid: HostGrid
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Where each host is in the world."""
+        return [get_seat(devices[0]) for devices in self.devices_by_host]
 
     @classmethod
     def from_devices(cls, devices: Sequence[Device], process_index: int) -> "LiveHosts":

@@ -14,6 +14,7 @@ import numpy as np
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.protocol.failpoints import Corruption, FailPoint
 from resilient_jax.protocol.worker_tasks import WorkerTask
+from resilient_jax.step.accumulation_layout import AccumulationLayout
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.audit import Audit, Digest
 from resilient_jax.step.audit_run import digest_result
@@ -24,7 +25,6 @@ from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica
 from resilient_jax.step.running_total import add_to_total, compute_exponents, start_total
-from resilient_jax.step.sum_layout import SumLayout
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -122,7 +122,7 @@ class MicrobatchAccumulator:
         self,
         compute_fn: ComputeFunction[Any],
         spec: AccumulationSpec,
-        layout: SumLayout,
+        layout: AccumulationLayout,
         data: BatchSource | None,
         hooks: StepHooks,
         turns: CompilationTurns,

@@ -29,14 +29,14 @@ from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.host_exchange import CollectiveExchange
-from resilient_jax.ids import ProcessIndex, Seat
+from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.jax_runtime.live_processes import get_seat
 from resilient_jax.program_analysis.program_digest import ProgramDescription
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.state_digest import make_no_digest
 from resilient_jax.step.accumulation_comparison import describe_accumulation, find_differing_hosts
+from resilient_jax.step.accumulation_layout import AccumulationLayout
 from resilient_jax.step.assignment import (
     AccumulationSpec,
     Assignment,
@@ -74,7 +74,6 @@ from resilient_jax.step.running_total import (
     start_total_of_hosts,
 )
 from resilient_jax.step.slow_host_watch import SlowHostWatch
-from resilient_jax.step.sum_layout import SumLayout
 from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.telemetry.worker_activity import worker_activity
 
@@ -139,10 +138,6 @@ class Reducer:
     def _live(self) -> LiveHosts:
         return LiveHosts.from_devices(self._list_devices(), self._process_index)
 
-    @functools.cached_property
-    def _seats(self) -> list[Seat]:
-        return [get_seat(devices[0]) for devices in self._live.devices_by_host]
-
     @property
     def _exchange(self) -> CollectiveExchange:
         return CollectiveExchange(self._live.host_index, len(self._live.process_indexes), self.all_reduce)
@@ -171,7 +166,7 @@ class Reducer:
         if shape not in self._replicas:
             live = self._live
             locations = locate_replicas(
-                self._seats, shape, [len(devices) for devices in live.devices_by_host]
+                self._live.seats, shape, [len(devices) for devices in live.devices_by_host]
             )
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
@@ -180,7 +175,7 @@ class Reducer:
     def _meet_partners(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         locations, replicas = self._arrange(shape)
         if self.partners is not None:
-            self.partners.prepare(locations, replicas, self._seats, self._exchange)
+            self.partners.prepare(locations, replicas, self._live.seats, self._exchange)
         return locations, replicas
 
     def all_reduce(self, tree: Tree) -> Tree:
@@ -230,7 +225,7 @@ class Reducer:
         on all hosts: the specification, what this generation has done so far, and the claims once they are exchanged.
         """
         locations, replicas = self._meet_partners(replica_shape)
-        layout = SumLayout(spec, zeros, locations, self._live)
+        layout = AccumulationLayout(spec, zeros, locations, self._live)
         contributions = self._resume_contributions(spec, layout, replica_shape)
         # On other numbers of devices, or other axes, a program has other shapes: then hosts have none to compare.
         are_alike = len({(location.devices, location.axes) for location in locations}) == 1
@@ -272,7 +267,9 @@ class Reducer:
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         return total, misfits
 
-    def _resume_limits(self, contributions: Contributions, layout: SumLayout, claims: Claims) -> None:
+    def _resume_limits(
+        self, contributions: Contributions, layout: AccumulationLayout, claims: Claims
+    ) -> None:
         """Give all hosts the limits before anything is computed, if hosts have brought limits or microbatch 0 along."""
         has_limits = claims.limits_digest != 0
         if not layout.formats:
@@ -288,7 +285,7 @@ class Reducer:
         # Else microbatch 0 is computed in this generation, and the hosts agree after it: see `_compute`.
 
     def _agree_on_limits(
-        self, contributions: Contributions, layout: SumLayout, source: int | None = None
+        self, contributions: Contributions, layout: AccumulationLayout, source: int | None = None
     ) -> None:
         """Give all hosts the limits that one host has, `source`, or those of microbatch 0 where it was computed."""
         # One host has them (of shards: one host for each rank) and all others have zeros. So the sum has them.
@@ -311,7 +308,7 @@ class Reducer:
     def _resume_contributions(
         self,
         spec: AccumulationSpec,
-        layout: SumLayout,
+        layout: AccumulationLayout,
         replica_shape: ReplicaShape,
     ) -> Contributions:
         """Return what this host has accumulated of this very accumulation, on its devices."""
@@ -343,7 +340,7 @@ class Reducer:
             self._hooks.leave_job(f"{why} as on most hosts")
 
     def _exchange_claims(
-        self, contributions: Contributions, layout: SumLayout, digest_read: DigestFunction | None
+        self, contributions: Contributions, layout: AccumulationLayout, digest_read: DigestFunction | None
     ) -> Claims:
         """Return the claims of all hosts, those to microbatches as far as they are accepted.
 

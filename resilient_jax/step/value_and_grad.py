@@ -140,7 +140,7 @@ class ValueAndGrad:
         """Return `(loss, gradients)`, or `((loss, aux), gradients)`; means over the microbatches of the step.
 
         Args:
-            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's, or on `World.replica_mesh`.
+            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's, or on `World.mesh(replica_shape)`.
                 Gradients have their tree, dtypes and sharding.
             args: what else the loss function takes: pytrees of arrays of this host.
 
@@ -354,7 +354,7 @@ def _check_params(params: Tree) -> None:
             raise CallerError(
                 f"value_and_grad: found {found} at params{jax.tree_util.keystr(path)}, expected an array on this "
                 "host's devices: make it one in the function that makes the state, by jnp.asarray. One that is sharded "
-                "over hosts is to be on world.replica_mesh(replica_shape)"
+                "over hosts is to be on world.mesh(replica_shape)"
             )
 
 

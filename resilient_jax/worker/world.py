@@ -132,17 +132,22 @@ class World:
         """Return the host that a device of this world belongs to."""
         return self._info.host_of_device(device)
 
-    def mesh(self, axes: AxisSizes) -> Mesh:
-        """Return a mesh over the devices of all live hosts.
+    def mesh(self, axes: AxisSizes | ReplicaShape) -> Mesh:
+        """Return a mesh over the devices of all live hosts, or of all replicas: the axis "replica", then those of each.
+
+        A state that is sharded over a replica's axes is in shards on the hosts of each replica. Hosts that are too few
+        for one more have nothing of it.
 
         Args:
-            axes: one axis name; or names with sizes, of which one may be -1 (what is left).
+            axes: one axis name; or names with sizes, of which one may be -1 (what is left); or the shape of replicas.
 
         Raises:
-            CallerError: the sizes do not multiply to the number of live devices.
+            CallerError: the sizes do not multiply to the number of live devices, or hosts are too few for one replica.
         """
         if self.is_rehearsal:
             raise GenerationEnded  # programs on it would wait for the others
+        if isinstance(axes, ReplicaShape):
+            return self._reducer.make_replica_mesh(axes)
         return make_mesh(self.devices, axes, f"the {len(self.hosts)} live hosts")
 
     def local_mesh(self, axes: AxisSizes = "data") -> Mesh:
@@ -315,7 +320,7 @@ class World:
                 if the replica spans hosts sharded as the zeros are, or replicated. It must be the same function of the
                 committed state and `microbatch.index` on every host; to compare hosts some calls are only traced. With
                 several replicas on a host it is called on a thread for each, and for one on several hosts on a thread.
-            zeros: what `compute_fn` returns of nothing, on this host's devices or on `replica_mesh`; the result has the
+            zeros: what `compute_fn` returns of nothing, on this host's devices or on `mesh(replica_shape)`; the result has the
                 dtypes and shardings of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
             data: where `microbatch.batch` is read from, as for `value_and_grad`; None: microbatches have no batch.
             options: how microbatches are assigned and added up.
@@ -420,19 +425,6 @@ class World:
         """
         return len(self._reducer.locate_replicas(replica_shape))
 
-    def replica_mesh(self, replica_shape: ReplicaShape) -> Mesh:
-        """Return the mesh of all replicas: the axis "replica", then those of a replica, over all of its hosts.
-
-        A state that is sharded on it over a replica's axes is in shards on the hosts of each replica. Hosts that are
-        left over have nothing of it.
-
-        Raises:
-            CallerError: hosts are too few for one replica.
-        """
-        if self.is_rehearsal:
-            raise GenerationEnded  # programs on it would wait for the others
-        return self._reducer.make_replica_mesh(replica_shape)
-
     def host_of_microbatch(self, index: int) -> HostName:
         """Return the host that computed microbatch `index` of the last `accumulate_microbatches`."""
         return self.hosts[self._reducer.owners[index]]
@@ -472,5 +464,5 @@ def _check_zeros(zeros: object) -> None:
         raise CallerError(
             f"accumulate_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on this "
             'host\'s devices, jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec())), or on '
-            "world.replica_mesh(replica_shape)"
+            "world.mesh(replica_shape)"
         )

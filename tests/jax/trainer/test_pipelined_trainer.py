@@ -142,8 +142,9 @@ def test_the_state_of_all_units_is_that_of_the_model(kind):
         places = dict(units.list_places(number))
         for leaf in flatten_state(0, part).leaves:
             start = 0
-            place = places.get(leaf.path)
-            for box in place.list_boxes(leaf, (0,) * leaf.value.ndim, leaf.shape) if place else ():
+            if (place := places.get(leaf.path)) is None:
+                continue
+            for box in place.list_boxes(leaf, (0,) * leaf.value.ndim, leaf.shape):
                 index = box.index_within(whole_box(whole[place.name].shape))
                 found[place.name][index] = np.ravel(leaf.value)[start : start + box.size].reshape(box.shape)
                 written[place.name][index] += 1

@@ -123,7 +123,7 @@ def put(sharding: NamedSharding, value: np.ndarray) -> jax.Array:
 
 
 def train(world: rj.World) -> None:
-    mesh = world.replica_mesh(SHAPE)
+    mesh = world.mesh(SHAPE)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
     def place(path: str, leaf: Any) -> NamedSharding:

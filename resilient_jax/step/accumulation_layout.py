@@ -44,7 +44,7 @@ WHOLE_RANKS: Final = 1
 """Of sums without shards: as if each host were the only one of its replica."""
 
 
-class SumLayout:
+class AccumulationLayout:
     """The layout of one accumulation's sums in one generation.
 
     Attributes:
@@ -125,7 +125,7 @@ class SumLayout:
             raise CallerError(
                 f"accumulate_microbatches: found a total of shape {leaf.shape} sharded as {leaf.sharding} by the "
                 f"program, expected it as zeros: {zero.sharding}. Give the program out_shardings on replica.mesh with "
-                "the same PartitionSpec (P() for what is whole), and zeros on world.replica_mesh(replica_shape)"
+                "the same PartitionSpec (P() for what is whole), and zeros on world.mesh(replica_shape)"
             )
         return self._to_local(leaf)
 
