@@ -1,8 +1,8 @@
 """Replicas of the model, each on one host, on several, or several on one host.
 
 Between two microbatches totals are *local*: on the devices of one host. So is the state, or it is on a mesh of all
-replicas. A replica takes a state to its own mesh for a microbatch (`to_replica`), and `step.accumulation_layout` takes the
-result back. Nothing is moved, and what is sharded over the axes of a replica stays sharded.
+replicas. A replica takes a state to its own mesh for a microbatch (`to_replica`), and `step.accumulation_layout` takes
+the result back. Nothing is moved, and what is sharded over the axes of a replica stays sharded.
 """
 
 import threading

@@ -140,8 +140,8 @@ class ValueAndGrad:
         """Return `(loss, gradients)`, or `((loss, aux), gradients)`; means over the microbatches of the step.
 
         Args:
-            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's, or on `World.mesh(replica_shape)`.
-                Gradients have their tree, dtypes and sharding.
+            params: what the gradient is taken of: arrays of this host, JAX's or NumPy's, or on
+                `World.mesh(replica_shape)`. Gradients have their tree, dtypes and sharding.
             args: what else the loss function takes: pytrees of arrays of this host.
 
         Raises:

@@ -320,8 +320,8 @@ class World:
                 if the replica spans hosts sharded as the zeros are, or replicated. It must be the same function of the
                 committed state and `microbatch.index` on every host; to compare hosts some calls are only traced. With
                 several replicas on a host it is called on a thread for each, and for one on several hosts on a thread.
-            zeros: what `compute_fn` returns of nothing, on this host's devices or on `mesh(replica_shape)`; the result has the
-                dtypes and shardings of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
+            zeros: what `compute_fn` returns of nothing, on this host's devices or on `mesh(replica_shape)`; the result
+                has the dtypes and shardings of its leaves. Of floats of fewer than 32 bits the sum is rounded once.
             data: where `microbatch.batch` is read from, as for `value_and_grad`; None: microbatches have no batch.
             options: how microbatches are assigned and added up.
             name: the name of the accumulation; a step may have several, in the same order on every host.
