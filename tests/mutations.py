@@ -830,7 +830,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "leaf kinds",
-        "state/peer_transfer.py",
+        "state/restore.py",
         "kind=spec.kind, key_impl",
         "key_impl",
         "a host that joins has arrays where the others have numbers",

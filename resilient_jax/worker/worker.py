@@ -124,11 +124,10 @@ class Worker:
         self._connector = WorldConnector(settings, self._record_event)
         programs = open_program_directory()
         self._server = StateServer(settings.address, credentials, programs)
-        # Starts the guard thread, which calls `_interrupt`, and so uses what is made below, only in a generation.
         self._agent = AgentConnection(
             descriptor,
             settings.host,
-            self._interrupt,
+            self._connector.interrupt,  # breaks the main thread out of whatever C++ it waits in
             _make_limits(settings),
             polls_checkpoints=find_latest_checkpoint is not None,
             on_pause=lambda: self._poller.resume(),  # the job may end before this worker is idle
@@ -295,11 +294,6 @@ class Worker:
 
     def _report_failure(self, failure: WorkerFailure) -> None:
         self._agent.report_found(worker_protocol.report_failure, (failure, self._committed.step))
-
-    def _interrupt(self) -> None:
-        """Break the main thread out of whatever C++ it waits in; for the guard thread."""
-        self._handover.interrupt()
-        self._connector.interrupt()
 
     # Forming.
 
