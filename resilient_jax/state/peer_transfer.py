@@ -5,6 +5,7 @@ offsets. The bytes are read in pieces, each with its digest, from several worker
 """
 
 import bisect
+import dataclasses
 import functools
 import math
 import threading
@@ -46,9 +47,14 @@ SERVICE: Final = "state"
 
 
 class OfferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for what a worker holds of the state that generation `generation` continues from."""
+    """Request for what a worker holds of a state of a generation.
+
+    Attributes:
+        number: which of the generation's states; 0: the one that the generation continues from.
+    """
 
     generation: GenerationNumber
+    number: int = 0
 
 
 class OfferAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,10 +63,9 @@ class OfferAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     part: HeldPart | None = None
 
 
-class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PartRequest(OfferRequest, frozen=True, kw_only=True):
     """Request for bytes of what a worker holds, inside of one slice."""
 
-    generation: GenerationNumber
     offset: int
     length: int
 
@@ -128,15 +133,71 @@ class StateOffer:
         return self._views[number][start : start + length]
 
 
+class StateOffers:
+    """What this worker offers; a service of any number of servers.
+
+    Attributes:
+        calls: answers the calls of a `WorkerReader`.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards the attribute below
+        self._offers: dict[tuple[GenerationNumber, int], StateOffer] = {}
+        """By generation and number."""
+        self.calls = CallService({DESCRIBE_PART: self._describe, READ_PART: self._read})
+
+    def offer(self, offer: StateOffer, number: int = 0) -> None:
+        """Serve what this host holds to the hosts of a generation, and nothing of earlier ones any more.
+
+        Args:
+            number: as in `OfferRequest`; each is offered once.
+        """
+        new = offer.part.id.generation
+        with self._changed:
+            self._offers = {key: known for key, known in self._offers.items() if key[0] >= new}
+            self._offers[new, number] = offer
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Release all that is offered, once every host has read what it needs."""
+        with self._changed:
+            self._offers = {}
+
+    def _describe(self, request: OfferRequest) -> OfferAnswer:
+        asked = (request.generation, request.number)
+        with self._changed:
+            # An offer of a newer generation ends the wait: the one that was asked for will not come any more.
+            found = self._changed.wait_for(
+                lambda: asked in self._offers or any(key[0] > request.generation for key in self._offers),
+                OFFER_WAIT_S,
+            )
+            return OfferAnswer(part=self._find(request).part if found else None)
+
+    def _read(self, request: PartRequest) -> MemoryAnswer:
+        with self._changed:
+            return MemoryAnswer(self._find(request).view(request.offset, request.length))
+
+    def _find(self, request: OfferRequest) -> StateOffer:
+        offer = self._offers.get((request.generation, request.number))
+        if offer is None:
+            raise PeerUnreachable(
+                f"state {request.number} of generation {request.generation} was requested, expected it to be offered; "
+                f"this worker offers {sorted(self._offers) or 'none'}"
+            )
+        return offer
+
+
 class StateServer:
     """Serves this worker's state to its peers while a generation forms, and its compiled programs at any time."""
 
     def __init__(
-        self, host_address: str, credentials: Credentials, programs: ProgramDirectory | None = None
+        self,
+        host_address: str,
+        credentials: Credentials,
+        offers: StateOffers,
+        programs: ProgramDirectory | None = None,
     ) -> None:
-        self._offered = threading.Condition()  # guards the attribute below
-        self._offer: StateOffer | None = None
-        services = {SERVICE: CallService({DESCRIBE_PART: self._describe, READ_PART: self._read})}
+        services = {SERVICE: offers.calls}
         if programs is not None:
             services[PROGRAM_SERVICE] = CallService(programs.handlers)
         self._server = PeerServer(host_address, credentials, services, name="rj-state")
@@ -146,42 +207,9 @@ class StateServer:
         """The address that peers fetch from."""
         return self._server.address
 
-    def offer(self, offer: StateOffer) -> None:
-        """Serve what this host holds to the hosts of a generation."""
-        with self._offered:
-            self._offer = offer
-            self._offered.notify_all()
-
-    def withdraw(self) -> None:
-        """Release the offered state, once every host has fetched it."""
-        with self._offered:
-            self._offer = None
-
     def close(self) -> None:
         """Stop the server, which ends running transfers."""
         self._server.close()
-
-    def _describe(self, request: OfferRequest) -> OfferAnswer:
-        with self._offered:
-            # A newer offer ends the wait as well: the one that was asked for will not come any more.
-            found = self._offered.wait_for(
-                lambda: self._offer is not None and self._offer.part.id.generation >= request.generation,
-                OFFER_WAIT_S,
-            )
-            return OfferAnswer(part=self._find(request.generation).part if found else None)
-
-    def _read(self, request: PartRequest) -> MemoryAnswer:
-        with self._offered:
-            return MemoryAnswer(self._find(request.generation).view(request.offset, request.length))
-
-    def _find(self, generation: GenerationNumber) -> StateOffer:
-        offer = self._offer
-        if offer is None or offer.part.id.generation != generation:
-            raise PeerUnreachable(
-                f"state of generation {generation} was requested, expected it to be offered; this worker offers "
-                f"{'none' if offer is None else f'that of generation {offer.part.id.generation}'}"
-            )
-        return offer
 
 
 class WorkerReader:
@@ -197,6 +225,9 @@ class WorkerReader:
         check: Callable[[], None],
         on_source_failed: Callable[[HostName, PeerError], None],
         own: StateOffer | None = None,
+        *,
+        number: int = 0,
+        offer_timeout_s: float = OFFER_TIMEOUT_S,
     ) -> None:
         """Ask nobody yet.
 
@@ -206,8 +237,11 @@ class WorkerReader:
                 reading.
             on_source_failed: called for each source that failed, with the error.
             own: what this host holds itself.
+            number: as in `OfferRequest`.
+            offer_timeout_s: for how long to wait until a source offers the state.
         """
-        self._generation, self._sources, self._credentials = generation, deque(sources), credentials
+        self._generation, self._number, self._offer_timeout_s = generation, number, offer_timeout_s
+        self._sources, self._credentials = deque(sources), credentials
         self._names = ", ".join(source.host for source in sources)
         self._check, self._on_source_failed, self._own = check, on_source_failed, own
         self._parts = {} if own is None else {own.part.host: own.part}
@@ -287,8 +321,8 @@ class WorkerReader:
 
     def _ask(self, host: HostName) -> HeldPart | None:
         """Wait for what a source offers; return None if it fails."""
-        deadline_s = time.monotonic() + OFFER_TIMEOUT_S
-        request = OfferRequest(generation=self._generation)
+        deadline_s = time.monotonic() + self._offer_timeout_s
+        request = OfferRequest(generation=self._generation, number=self._number)
         try:
             while time.monotonic() < deadline_s:
                 answer = self._channels[host].call(
@@ -298,7 +332,7 @@ class WorkerReader:
                     return msgspec.structs.replace(answer.part, host=host)
             raise PeerUnreachable(
                 f"{host} has not offered the state of generation {self._generation} within "
-                f"{OFFER_TIMEOUT_S:g} s"
+                f"{self._offer_timeout_s:g} s"
             )
         except PeerError as error:
             self._errors.setdefault(host, error)
@@ -313,7 +347,9 @@ class WorkerReader:
             return None
         if host in self._errors:
             return number
-        request = PartRequest(generation=self._generation, offset=offset, length=len(target))
+        request = PartRequest(
+            generation=self._generation, number=self._number, offset=offset, length=len(target)
+        )
         try:
             self._channels[host].read_into(READ_PART, request, target, timeout_s=ANSWER_TIMEOUT_S)
         except PeerError as error:
@@ -321,6 +357,45 @@ class WorkerReader:
             self._channels[host].close()  # ends the other calls that wait for it
             return number
         return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateExchange:
+    """How the hosts of a generation read from each other, once, what each of them holds of a state.
+
+    Attributes:
+        id: step of the state, and the generation.
+        number: as in `OfferRequest`.
+        offers: offers of this host, which are served at its address.
+        addresses: where the hosts serve their offers.
+        check: as in `WorkerReader`, like what follows.
+    """
+
+    own: HostName
+    id: SnapshotId
+    number: int
+    offers: StateOffers
+    credentials: Credentials
+    addresses: Mapping[HostName, str]
+    check: Callable[[], None]
+    on_source_failed: Callable[[HostName, PeerError], None]
+    offer_timeout_s: float
+
+    def offer(self, leaves: Sequence[LeafSpec], held: Iterable[tuple[int, IndexBox, np.ndarray]]) -> None:
+        """Offer boxes of leaves, until the offers are withdrawn."""
+        self.offers.offer(StateOffer(self.id, self.own, leaves, held, {}), self.number)
+
+    def open_reader(self, hosts: Sequence[HostName]) -> WorkerReader:
+        """Return a reader of what these hosts offer."""
+        return WorkerReader(
+            self.id.generation,
+            [StateSource(host=host, endpoint=self.addresses[host]) for host in hosts],
+            self.credentials,
+            self.check,
+            self.on_source_failed,
+            number=self.number,
+            offer_timeout_s=self.offer_timeout_s,
+        )
 
 
 def _is_whole(part: HeldPart) -> bool:
