@@ -13,8 +13,13 @@ import concurrent.futures
 import gc
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeVar
+
+CHECK_INTERVAL_S: Final = 0.1
+
+ResultT = TypeVar("ResultT")
 
 
 def start_thread_pool(num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
@@ -30,6 +35,37 @@ def start_thread_pool(num_threads: int, name: str) -> concurrent.futures.ThreadP
         pool.submit(all_here.wait)
     all_here.wait()
     return pool
+
+
+def run_all(
+    pool: concurrent.futures.ThreadPoolExecutor,
+    jobs: Sequence[Callable[[], ResultT]],
+    check: Callable[[], None],
+    on_error: Callable[[BaseException], None],
+) -> list[ResultT]:
+    """Run jobs, several at a time, and return their results. No job is still running when an error is raised.
+
+    Args:
+        check: called several times a second while the caller waits; an exception that `check` raises ends the jobs.
+        on_error: called with the first error, while jobs still run; ends what these wait for.
+    """
+    futures = [pool.submit(job) for job in jobs]
+    pending = set(futures)
+    try:
+        while pending:
+            check()
+            done, pending = concurrent.futures.wait(
+                pending, CHECK_INTERVAL_S, concurrent.futures.FIRST_EXCEPTION
+            )
+            for future in done:
+                future.result()
+    except BaseException as error:
+        for future in pending:
+            future.cancel()
+        on_error(error)
+        concurrent.futures.wait(pending)
+        raise
+    return [future.result() for future in futures]
 
 
 class Call(NamedTuple):

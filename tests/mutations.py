@@ -54,6 +54,7 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "audits": ("tests/jax/step/test_audit.py",),
     "commit": ("tests/jax/worker", "tests/jax/state"),
     "digests": ("tests/jax/state/test_digest.py", "tests/process/worker/test_host_comparison.py"),
+    "transfer": ("tests/jax/state/test_boxes_of_workers.py", "tests/process/state/test_transfer.py"),
     "leaf kinds": ("tests/jax/state/test_leaf_kinds.py", "tests/process/state/test_leaf_kinds.py"),
     "pipeline commit": ("tests/jax/pipeline",),
     "program": (
@@ -801,6 +802,34 @@ MUTATIONS: Final = (
     ),
     # A state is what the script made.
     Mutation(
+        "transfer",
+        "state/box_reads.py",
+        "return min(holders, key=lambda host: loads.get(host, 0))",
+        "return holders[0]",
+        "one worker sends all that a host that joins reads",
+    ),
+    Mutation(
+        "transfer",
+        "state/box_reads.py",
+        "missing += subtract_box(wanted, chosen.box)",
+        "pass",
+        "what is on another host of a box is not read",
+    ),
+    Mutation(
+        "transfer",
+        "state/box_reads.py",
+        "for number in failed for target",
+        "for number in () for target",
+        "what a source has not sent is taken for read",
+    ),
+    Mutation(
+        "transfer",
+        "state/host_shards.py",
+        "if kept is not None and kept not in held:",
+        "if not held:",
+        "a worker offers one of its shards",
+    ),
+    Mutation(
         "leaf kinds",
         "state/leaf_kinds.py",
         "if spec.kind is LeafKind.WEAK_ARRAY and isinstance(value, jax.Array) and not _is_weak(value):",
@@ -830,7 +859,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "leaf kinds",
-        "state/peer_transfer.py",
+        "state/restore.py",
         "kind=spec.kind, key_impl",
         "key_impl",
         "a host that joins has arrays where the others have numbers",

@@ -5,19 +5,22 @@ model, which must then fit its memory.
 """
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
+import numpy as np
 
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays
-from resilient_jax.pipeline.step_mail import StepMail
-from resilient_jax.transport.mail_protocol import MailKind
-
-STATE_MAIL: Final = MailKind("state")
-"""Weights and optimizer state, for a host that holds them from now on, or puts the whole model together."""
+from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.state.box_reads import BoxGatherer, ReadTarget, choose_source
+from resilient_jax.state.flat_state import FlatLeaf
+from resilient_jax.state.host_shards import copy_held_boxes
+from resilient_jax.state.index_box import whole_box
+from resilient_jax.state.peer_transfer import StateExchange
 
 Tree = Any
 """The state of a unit, or another pytree of arrays."""
@@ -35,7 +38,7 @@ class UnitMove:
 def plan_moves(
     holders: Sequence[Collection[HostName]], wanted: Mapping[HostName, Collection[int]]
 ) -> tuple[UnitMove, ...]:
-    """Return which host sends each unit to which: the holders of a unit take turns in sending it.
+    """Return which host sends each unit to which: hosts that have the same units send as many of them.
 
     Args:
         holders: the hosts that have each unit.
@@ -45,57 +48,67 @@ def plan_moves(
         PeerUnreachable: nobody has a unit.
     """
     moves: list[UnitMove] = []
+    loads = Counter[HostName]()
     for unit, having in enumerate(holders):
         receivers = sorted(host for host, units in wanted.items() if unit in units and host not in having)
         if receivers and not having:
             raise PeerUnreachable(f"unit {unit}: no host that is left has it; a snapshot may")
-        senders = sorted(having)
-        moves += [
-            UnitMove(unit=unit, sender=senders[turn % len(senders)], receiver=receiver)
-            for turn, receiver in enumerate(receivers, unit)
-        ]
+        for receiver in receivers:
+            sender = choose_source(sorted(having), receiver, loads)
+            loads[sender] += 1
+            moves.append(UnitMove(unit=unit, sender=sender, receiver=receiver))
     return tuple(moves)
 
 
 def exchange_units(
-    mail: StepMail,
-    own: HostName,
+    exchange: StateExchange,
     holders: Sequence[Collection[HostName]],
     wanted: Mapping[HostName, Collection[int]],
     held: Mapping[int, Tree],
     shapes: Sequence[Tree],
-    number: int,
 ) -> dict[int, Tree]:
     """Return the units that this host wants: as they are where it has them, else as numpy arrays.
 
-    Every host must call this, with the same arguments but for `own` and `held`. The holders of a unit take turns in
-    sending it.
+    Every host must call this, with the same arguments but for `held`. What this host offers stays offered until it is
+    withdrawn, which must not be before all hosts have returned.
 
     Args:
-        mail: mail of this generation, at the step that begins with the state.
         holders: the hosts that have each unit.
         wanted: what each host wants, its own units included.
         held: unit number to state, of the units of this host.
         shapes: shapes of the state of each unit, by number.
-        number: index of this exchange in the generation.
 
     Raises:
         PeerUnreachable: a host is lost, or late; or nobody has a unit.
-        Exception: what `mail.check` raises.
     """
-    moves = plan_moves(holders, wanted)
-    for unit in sorted({move.unit for move in moves if move.sender == own}):
-        mail.check()  # to pack all of a model takes a while
-        if arrays := jax.tree.leaves(held[unit]):
-            data, key = pack_arrays(arrays), mail.make_key(STATE_MAIL, number, unit)
-            for move in moves:
-                if (move.unit, move.sender) == (unit, own):
-                    mail.send(move.receiver, key, data)
+    moves, own = plan_moves(holders, wanted), exchange.own
+    ends = [0, *itertools.accumulate(len(jax.tree.leaves(shape)) for shape in shapes)]
+    """Index of the first leaf of each unit."""
+    specs = [
+        LeafSpec(f"unit {unit}, array {place}", np.dtype(leaf.dtype).name, tuple(leaf.shape))
+        for unit, shape in enumerate(shapes)
+        for place, leaf in enumerate(jax.tree.leaves(shape))
+    ]
+    if sent := sorted({move.unit for move in moves if move.sender == own}):
+        boxes = (
+            (ends[unit] + place, box, array)
+            for unit in sent
+            for place, leaf in enumerate(jax.tree.leaves(held[unit]))
+            for box, array in copy_held_boxes(FlatLeaf(path="", value=leaf)).items()
+        )
+        exchange.offer(specs, boxes)
     found = {unit: held[unit] for unit in wanted[own] if own in holders[unit]}
-    for move in moves:
-        if move.receiver == own:
-            leaves, structure = jax.tree.flatten(shapes[move.unit])
-            key = mail.make_key(STATE_MAIL, number, move.unit)
-            arrived = mail.take_arrays(move.sender, key, leaves) if leaves else ()
-            found[move.unit] = structure.unflatten(arrived)
+    mine = [move for move in moves if move.receiver == own]
+    targets: list[ReadTarget] = []
+    for move in mine:
+        leaves, structure = jax.tree.flatten(shapes[move.unit])
+        arrays = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        targets += [
+            ReadTarget(number, whole_box(array.shape), array)
+            for number, array in enumerate(arrays, ends[move.unit])
+        ]
+        found[move.unit] = structure.unflatten(arrays)
+    if targets:
+        with exchange.open_reader(sorted({move.sender for move in mine})) as reader:
+            BoxGatherer(reader).gather(targets)
     return dict(sorted(found.items()))

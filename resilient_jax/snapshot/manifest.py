@@ -59,25 +59,40 @@ class PartContents(msgspec.Struct, frozen=True):
     strings: dict[str, str] = {}
 
 
-class PartManifest(msgspec.Struct, frozen=True):
-    """One host's part of a snapshot.
+class HeldPart(msgspec.Struct, frozen=True):
+    """What one host holds of a state: its part of a snapshot, or what its worker has in memory.
 
     Attributes:
-        checksum: algorithm of `block_checksums`.
-        block_bytes: length of a block; the last block of a part may be shorter.
-        block_checksums: checksum of each block, in order.
+        id: the snapshot; or the step of a worker's state, and the generation that continues from it.
+        block_bytes: what is read as a whole to be verified, from the start of the part; the last block may be shorter.
+            0: any range is read by itself.
     """
 
     id: SnapshotId
     host: HostName
     contents: PartContents
     part_bytes: int
+    block_bytes: int = 0
+
+
+class PartManifest(HeldPart, frozen=True, kw_only=True):
+    """One host's part of a snapshot, in blocks.
+
+    Attributes:
+        checksum: algorithm of `block_checksums`.
+        block_checksums: checksum of each block, in order.
+    """
+
     checksum: ChecksumName
-    block_bytes: int
     block_checksums: tuple[int, ...]
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(PartManifest)
+
+
+def align_slice(num_bytes: int) -> int:
+    """Return the distance from the offset of a slice to that of the next one."""
+    return -(-num_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
 
 
 def count_blocks(part_bytes: int, block_bytes: int) -> int:

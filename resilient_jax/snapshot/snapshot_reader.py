@@ -8,10 +8,10 @@ in units of complete blocks, several at a time, so that memory is bounded for re
 import functools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLost
 from resilient_jax.events import EventKind
@@ -23,6 +23,7 @@ from resilient_jax.snapshot.own_part import OwnPart
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.snapshot_peers import RecordEvent, SnapshotPeers
 from resilient_jax.snapshot.stripe_decoder import StripeDecoder
+from resilient_jax.threads import ResultT, run_all
 from resilient_jax.transport import Credentials
 
 UNIT_BYTES = 4 * 2**20
@@ -32,9 +33,6 @@ CONCURRENT_FETCHES = 16
 """Concurrent fetches of shards, for all units: they mostly wait for other hosts."""
 MAX_EDGE_BLOCKS = 32
 """Cached blocks of which only some bytes were requested: the next leaf is often in the same block."""
-CHECK_INTERVAL_S = 0.1
-
-ResultT = TypeVar("ResultT")
 
 
 class PartRead(NamedTuple):
@@ -96,6 +94,11 @@ class SnapshotReader:
         self._own = self._open_own(host, local)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether several hosts may have an element: of the parts of a snapshot it is one."""
+        return False
+
+    @property
     def local_host(self) -> HostName | None:
         """This host, if its own part is in memory here."""
         return self._own.manifest.host if self._own is not None else None
@@ -125,14 +128,15 @@ class SnapshotReader:
         found = self._run([lambda host=host: self._read_manifest(host) for host in hosts])
         return dict(zip(hosts, found, strict=True))
 
-    def read_all(self, reads: Iterable[PartRead]) -> None:
-        """Copy bytes of parts into the targets, several reads at a time.
+    def read_all(self, reads: Sequence[PartRead]) -> list[int]:
+        """Copy bytes of parts into the targets, several reads at a time; return none: no read is left to others.
 
         Raises:
             SnapshotLost: more is lost than parity covers; the message lists what is lost and what survives. The
                 contents of the targets are then undefined, but no thread still writes to them.
         """
         self._run([job for read in reads for job in self._split_units(read)])
+        return []
 
     def close(self) -> None:
         """End running reads, close connections, and release the memory of the own part."""
@@ -258,26 +262,18 @@ class SnapshotReader:
             self._bytes_read.update(given)
 
     def _run(self, jobs: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
-        """Run jobs several at a time and return their results. No job is still running when an error is raised."""
-        futures = [self._units.submit(job) for job in jobs]
-        pending = set(futures)
-        try:
-            while pending:
-                self._check()
-                done, pending = wait(pending, CHECK_INTERVAL_S, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-        except BaseException as error:
-            for future in pending:
-                future.cancel()
+        explanations: list[str] = []
+
+        def end(error: BaseException) -> None:
             # Explained before the survivors are closed, which makes a suspect of every host with a running call.
-            explanation = self._explain(error) if isinstance(error, SnapshotLost) else ""
-            self._survivors.close()  # ends what is running at once
-            wait(pending)
-            if explanation:
-                raise SnapshotLost(explanation) from error
-            raise
-        return [future.result() for future in futures]
+            if isinstance(error, SnapshotLost):
+                explanations.append(self._explain(error))
+            self._survivors.close()
+
+        try:
+            return run_all(self._units, jobs, self._check, end)
+        except SnapshotLost as error:
+            raise SnapshotLost(explanations[0]) from error
 
     def _explain(self, error: SnapshotLost) -> str:
         left = [source.host for source in self._plan.sources if not self._survivors.is_suspect(source.host)]

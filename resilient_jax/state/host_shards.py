@@ -1,4 +1,4 @@
-"""The shards of an array that a host's devices need, as distinct boxes, and the array that is made of them."""
+"""The shards of an array that a host's devices need, or have, as distinct boxes, and the array that is made of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,22 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.raveled_array import compute_padded_size
-from resilient_jax.state.index_box import IndexBox, box_from_index, whole_box
+from resilient_jax.state.flat_state import FlatLeaf
+from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_boxes, whole_box
+
+
+def copy_held_boxes(leaf: FlatLeaf) -> dict[IndexBox, np.ndarray]:
+    """Return the boxes of a leaf that this host has, without padding; of arrays on devices copies."""
+    if isinstance(leaf.value, np.ndarray):
+        return {whole_box(leaf.value.shape): leaf.value}
+    stored = whole_box(leaf.stored_shape)
+    held: dict[IndexBox, np.ndarray] = {}
+    for shard in leaf.value.addressable_shards:
+        box = box_from_index(shard.index, leaf.value.shape)
+        kept = intersect_boxes(box, stored)
+        if kept is not None and kept not in held:
+            held[kept] = np.array(np.asarray(shard.data)[(*kept.index_within(box), ...)])
+    return held
 
 
 class HostShards:

@@ -61,6 +61,19 @@ def intersect_boxes(one: IndexBox, other: IndexBox) -> IndexBox | None:
     return IndexBox(start, stop)
 
 
+def subtract_box(box: IndexBox, inner: IndexBox) -> Iterator[IndexBox]:
+    """Yield boxes that make up what of a box is outside of another one, which is inside of the first.
+
+    >>> [rest.shape for rest in subtract_box(whole_box((4, 10)), IndexBox((1, 0), (2, 7)))]
+    [(1, 10), (2, 10), (1, 3)]
+    """
+    for dim, (start, stop) in enumerate(zip(inner.start, inner.stop, strict=True)):
+        for first, end in ((box.start[dim], start), (stop, box.stop[dim])):
+            if first < end:
+                yield box.narrow(dim, first, end)
+        box = box.narrow(dim, start, stop)
+
+
 def cover_range(shape: Sequence[int], start: int, stop: int) -> Iterator[IndexBox]:
     """Yield the boxes of an array that its elements from `start` up to `stop` fill, in C order; few large ones.
 

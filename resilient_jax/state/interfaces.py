@@ -1,13 +1,13 @@
 """The interfaces of the snapshot server, the reader and the failpoints, for which tests have fakes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import PartContents, PartManifest
+from resilient_jax.snapshot.manifest import HeldPart, PartContents
 from resilient_jax.snapshot.snapshot_reader import PartRead
 
 
@@ -32,10 +32,15 @@ class PartServer(Protocol):
 
 
 class PartReader(Protocol):
-    """The reader of the parts of all hosts: `snapshot.snapshot_reader.SnapshotReader`."""
+    """The reader of what hosts hold: `snapshot.snapshot_reader.SnapshotReader`, `peer_transfer.WorkerReader`."""
 
-    def read_manifests(self) -> Mapping[HostName, PartManifest]:
-        """Return the manifest of each host's part."""
+    def read_manifests(self) -> Mapping[HostName, HeldPart]:
+        """Return what each host holds, those to be read from first at the front; without hosts that have failed."""
+        ...
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several hosts may hold the same elements."""
         ...
 
     @property
@@ -43,8 +48,8 @@ class PartReader(Protocol):
         """The host whose part is in this process's memory, if there is one."""
         ...
 
-    def read_all(self, reads: Iterable[PartRead]) -> None:
-        """Fill all targets with verified bytes."""
+    def read_all(self, reads: Sequence[PartRead]) -> list[int]:
+        """Fill all targets with verified bytes; return the indices of those whose host has failed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Restores a state from a snapshot onto any mesh.
+"""Restores a state from whoever holds it, such as a snapshot, onto any mesh.
 
 Each box that a device of this host needs is read into an array of its own, never mapped: a JAX array may share the
 memory that it is made from, and must not share that of a slot, which the next snapshot overwrites. A host reads the
@@ -6,24 +6,22 @@ boxes of its own devices only, a batch of leaves at a time.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from resilient_jax.errors import MessageError, StateError
-from resilient_jax.ids import HostName
+from resilient_jax.errors import StateError
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.leaf_spec import LeafSpec
-from resilient_jax.snapshot.manifest import PartManifest
-from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.state.box_reads import BoxGatherer, ReadTarget
+from resilient_jax.state.flat_state import FlatLeaf, FlatState, ShardingRule
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import IndexBox, intersect_boxes, whole_box
 from resilient_jax.state.interfaces import FailPointHook, PartReader, ignore_failpoint
 from resilient_jax.state.leaf_kinds import HOST_KINDS
-from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.state_placement import EXPECTED_STATE
 from resilient_jax.state.tree_match import MatchedLeaf, match_tree
 
@@ -56,8 +54,8 @@ def restore_snapshot(
         MessageError: the parts of the hosts do not belong together.
         SnapshotLost: more is lost than parity covers.
     """
-    manifests = reader.read_manifests()
-    first = _check_agree(manifests)
+    gatherer = BoxGatherer(reader)
+    first = gatherer.example
     for spec in first.contents.leaves:
         _check_dtype(spec)
     matched = match_tree(
@@ -70,7 +68,6 @@ def restore_snapshot(
     )
     numbers = {spec.path: number for number, spec in enumerate(first.contents.leaves)}
     wanted = [_Wanted(numbers[leaf.spec.path], leaf) for leaf in matched.leaves]
-    gatherer = BoxGatherer(reader, manifests)
     slabs = SlabAllocator()
     arrays: list[jax.Array | np.ndarray] = []
     for batch in _batches(wanted):
@@ -81,24 +78,29 @@ def restore_snapshot(
     return first.id.step, matched.build(arrays)
 
 
-def _check_agree(manifests: Mapping[HostName, PartManifest]) -> PartManifest:
-    """Return the manifest of the host whose name sorts first, after checking that all manifests agree."""
-    names = sorted(manifests)
-    if not names:
-        raise MessageError("the snapshot has no manifest, expected one for each host")
-    first = manifests[names[0]]
-    for name in names[1:]:
-        other = manifests[name]
-        if (other.id, other.contents.leaves, other.contents.strings) != (
-            first.id,
-            first.contents.leaves,
-            first.contents.strings,
-        ):
-            raise MessageError(
-                f"{name} has a part of snapshot {other.id} with {len(other.contents.leaves)} leaves, {names[0]} of "
-                f"{first.id} with {len(first.contents.leaves)}; expected parts of one state"
-            )
-    return first
+def read_whole_state(reader: PartReader) -> FlatState:
+    """Return all of a state, in host memory.
+
+    Raises:
+        StateError: a dtype is not known here.
+        MessageError: the parts of the hosts do not belong together.
+        PeerUnreachable: no host that is left has an element.
+    """
+    gatherer = BoxGatherer(reader)
+    contents = gatherer.example.contents
+    leaves: list[FlatLeaf] = []
+    for spec in contents.leaves:
+        _check_dtype(spec)
+        array = np.empty(spec.shape, np.dtype(spec.dtype))
+        leaves.append(FlatLeaf(path=spec.path, value=array, kind=spec.kind, key_impl=spec.key_impl))
+    gatherer.gather(
+        [
+            ReadTarget(number, whole_box(array.shape), array)
+            for number, leaf in enumerate(leaves)
+            if isinstance(array := leaf.value, np.ndarray)
+        ]
+    )
+    return FlatState(step=gatherer.example.id.step, leaves=tuple(leaves), strings=contents.strings)
 
 
 def _check_dtype(spec: LeafSpec) -> None:
@@ -106,8 +108,8 @@ def _check_dtype(spec: LeafSpec) -> None:
         np.dtype(spec.dtype)
     except TypeError as error:
         raise StateError(
-            f"the snapshot's leaf {spec.path} is of dtype {spec.dtype!r}, which this host's numpy and ml_dtypes do not "
-            "know; install the versions that took the snapshot"
+            f"the state's leaf {spec.path} is of dtype {spec.dtype!r}, which this host's numpy and ml_dtypes do not "
+            "know; install the versions of the hosts that have it"
         ) from error
 
 

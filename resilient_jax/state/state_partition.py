@@ -17,7 +17,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.sharding.holder_sharding import find_holders_of
-from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafSlice
+from resilient_jax.snapshot.manifest import LeafSlice, align_slice
 from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_boxes, split_box, whole_box
 
@@ -76,7 +76,7 @@ def partition_state(
             # and the hosts with the greatest load get none.
             for host, (start, stop) in zip(by_load, boxes, strict=False):
                 pieces[host].append(LeafSlice(number, start, stop, loads[host]))
-                loads[host] += _aligned(IndexBox(start, stop).size * itemsize)
+                loads[host] += align_slice(IndexBox(start, stop).size * itemsize)
         complete_on.intersection_update(*map(set, holdings.values()))
     return StatePartition(
         leaves=tuple(leaf.spec for leaf in leaves),
@@ -152,7 +152,3 @@ def _check_live(leaf: FlatLeaf, found: set[HostName], hosts: Sequence[HostName])
 
 def _say(info: LeafSpec | None) -> str:
     return "no leaf" if info is None else f"{info.path} of {info}"
-
-
-def _aligned(size: int) -> int:
-    return -(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT

@@ -34,6 +34,7 @@ from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.step.assignment import ReplicaShape
@@ -222,7 +223,6 @@ class PipelinedSteps(KeptArrays):
         common = len(shapes)
         kept = {**worker.state.all_states, common: self._early_stopping.get(step)}
         found = self._exchange(
-            placement,
             [*worker.unit_holders, worker.lasting_hosts],
             {host: {*units, common} for host, units in placement.list_units_by_host().items()},
             kept,
@@ -231,8 +231,7 @@ class PipelinedSteps(KeptArrays):
         received = {
             number: tree for number, tree in found.items() if number not in kept or tree is not kept[number]
         }
-        # A copy: what has arrived is in one buffer for all arrays of a unit, which each of them would keep.
-        for number, tree in jax.tree.map(np.array, received).items():
+        for number, tree in received.items():
             is_unit = number != common and bool(jax.tree.leaves(tree))
             found[number] = placement.place_unit(number, tree) if is_unit else tree
         self._early_stopping = {step: found.pop(common)}
@@ -336,33 +335,33 @@ class PipelinedSteps(KeptArrays):
     def gather_state(self, state: PipelinedState) -> TrainingState:
         """Return the state of the whole model in this host's memory. Every host must call this."""
         placement, units = self._require_placement(), self._units
-        numbers = range(len(units.units))
         found: dict[int, UnitState] = self._exchange(
-            placement,
-            [placement.list_holders(number) for number in numbers],
-            dict.fromkeys(placement.world.hosts, numbers),
+            placement.unit_holders,
+            dict.fromkeys(placement.world.hosts, range(len(units.units))),
             placement.read_held(state),
             units.abstract,
         )
         # A barrier: no host leaves before all have what it sent.
         placement.world.all_reduce(np.zeros(1, np.int32))
+        placement.world.step_services.offers.withdraw()
         step, early_stopping = placement.read_local((state.step, state.early_stopping))
         # What has arrived is in host memory, and not copied again.
         return units.join(*jax.tree.map(np.asarray, (step, found, early_stopping)))
 
     def _exchange(
         self,
-        placement: UnitPlacement,
         holders: Sequence[Collection[HostName]],
         wanted: Mapping[HostName, Collection[int]],
         held: Mapping[int, Any],
         shapes: Sequence[Any],
     ) -> dict[int, Any]:
         """Return the units of the present state that this host wants; see `exchange_units`."""
-        number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
-        mail = self._require_worker().make_mail()
+        self._num_exchanges += 1
+        world = self._require_placement().world
+        id = SnapshotId(self._require_worker().step, world.generation)
+        exchange = world.step_services.make_exchange(id, self._num_exchanges, self._addresses.known)
         with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts
-            return exchange_units(mail, placement.world.host, holders, wanted, held, shapes, number)
+            return exchange_units(exchange, holders, wanted, held, shapes)
 
     # Between generations.
 
@@ -478,7 +477,7 @@ class _MailAddresses:
     """The addresses of the hosts that this one has trained with last."""
 
     def __init__(self) -> None:
-        self._known: dict[HostName, str] = {}
+        self.known: dict[HostName, str] = {}
 
     def learn(self, world: World, own: str) -> dict[HostName, str]:
         """Return the addresses of all live hosts, which they tell each other; every host must call this.
@@ -491,10 +490,10 @@ class _MailAddresses:
             ServiceEnded: an address is not known, and the world can form no clique to ask.
         """
         if world.step_services.mail_sums is None:
-            self._known = gather_mail_addresses(CollectiveExchange.between_hosts(world), world.hosts, own)
-        elif unknown := sorted(set(world.hosts).difference(self._known)):
+            self.known = gather_mail_addresses(CollectiveExchange.between_hosts(world), world.hosts, own)
+        elif unknown := sorted(set(world.hosts).difference(self.known)):
             raise ServiceEnded(
                 f"pipeline: found no address of {', '.join(unknown)}, expected one of every host: without the "
                 "coordination service of their world hosts cannot ask each other. A new world follows"
             )
-        return {host: self._known[host] for host in world.hosts}
+        return {host: self.known[host] for host in world.hosts}

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from resilient_jax.errors import CallerError, MessageError, PeerUnreachable, ResilientJaxError
 from resilient_jax.ids import HostName
@@ -20,7 +21,7 @@ from resilient_jax.transport.mail_sender import MailSender
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.transport.peer_connection import PeerConnector
 from resilient_jax.transport.peer_handshake import PeerHello
-from resilient_jax.transport.peer_server import PeerServer
+from resilient_jax.transport.peer_server import PeerServer, PeerService
 from resilient_jax.transport.received_mail import ReceivedMailCounter
 
 OnPeerLost = Callable[[HostName, ResilientJaxError], None]
@@ -45,6 +46,7 @@ class MailService:
         credentials: Credentials,
         on_peer_lost: OnPeerLost,
         on_event: OnEvent | None = None,
+        services: Mapping[str, PeerService] = MappingProxyType({}),
     ) -> None:
         """Listen on a free port.
 
@@ -53,6 +55,7 @@ class MailService:
             host: address of this machine that peers reach.
             on_peer_lost: called with each peer whose connection ended, or to which no connection can be made.
             on_event: called with connections that are refused for their token.
+            services: what else peers find at the address.
 
         Raises:
             ConfigError, OutOfResources, OperatorError: as `PeerServer`.
@@ -70,7 +73,11 @@ class MailService:
         self._may_be_lost: set[HostName] = set()
         self._generation = 0
         self._server = PeerServer(
-            host, credentials, {_name_mailbox(own_name): self}, name=f"rj-mail-{own_name}", on_event=on_event
+            host,
+            credentials,
+            {_name_mailbox(own_name): self, **services},
+            name=f"rj-mail-{own_name}",
+            on_event=on_event,
         )
         self.address = self._server.address
 

@@ -5,6 +5,7 @@ import secrets
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.ids import HostName
+from resilient_jax.state.peer_transfer import SERVICE, StateOffers
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.mail_service import MailService
 
@@ -16,20 +17,28 @@ class MailOpener:
     Attributes:
         address: address of this host, which peers reach.
         wait_timeout_s: the longest time that a step waits for a message of a peer.
+        offers: what peers read at the mailbox, too.
     """
 
     address: str
     credentials: Credentials
     wait_timeout_s: float
+    offers: StateOffers
 
     def open(self, host: HostName) -> MailService:
         """Return a new mailbox of this host."""
-        return MailService(host, self.address, self.credentials, _ignore_lost_peer)
+        return MailService(
+            host,
+            self.address,
+            self.credentials,
+            _ignore_lost_peer,
+            services={SERVICE: self.offers.calls},
+        )
 
 
 def make_local_opener() -> MailOpener:
     """Return what opens mailboxes of a host that has no peers."""
-    return MailOpener("127.0.0.1", Credentials(secrets.token_hex()), wait_timeout_s=0.0)
+    return MailOpener("127.0.0.1", Credentials(secrets.token_hex()), 0.0, StateOffers())
 
 
 def _ignore_lost_peer(peer: HostName, error: ResilientJaxError) -> None:

@@ -1,5 +1,7 @@
 """Brings the committed state from one generation into the next: kept, copied to host memory, or fetched from a host."""
 
+import collections
+import functools
 import time
 from collections.abc import Callable
 
@@ -9,9 +11,9 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
-from resilient_jax.state.peer_transfer import CancellableTransfer, StateServer, fetch_state
+from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader
+from resilient_jax.state.restore import read_whole_state
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
 
@@ -20,7 +22,6 @@ class StateHandover(GenerationScoped):
     """Both sides of a transfer between workers, and what needs none.
 
     Args:
-        server: server that offers this host's state to others.
         raise_if_ended: raises when the new generation has ended, too.
     """
 
@@ -28,22 +29,17 @@ class StateHandover(GenerationScoped):
         self,
         host: HostName,
         committed: CommittedState,
-        server: StateServer,
+        offers: StateOffers,
         credentials: Credentials,
         raise_if_ended: Callable[[], None],
         record_event: Callable[..., object],
     ) -> None:
         self._host = host
         self._committed = committed
-        self._server = server
+        self._offers = offers
         self._credentials = credentials
         self._raise_if_ended = raise_if_ended
         self._record_event = record_event
-        self._transfer = CancellableTransfer()
-
-    def interrupt(self) -> None:
-        """End a fetch that is under way; for the guard thread."""
-        self._transfer.cancel()
 
     def keep_devices(self, generation: Generation) -> None:
         """Return with the state of `generation.state.step` here, or knowing where the train function gets it from."""
@@ -80,7 +76,7 @@ class StateHandover(GenerationScoped):
             # arrays themselves, and a re-form takes them away.
             copy = self._copy_to_host(state)
             if generation.state.receivers:
-                self._server.offer(generation.number, copy)
+                self._offers.offer(StateOffer.of_state(self._host, generation.number, copy))
             if not in_place:
                 committed.state = copy
                 committed.move_contributions_to_host()
@@ -129,17 +125,18 @@ class StateHandover(GenerationScoped):
 
     def _fetch(self, generation: Generation) -> FlatState:
         started_s = time.monotonic()
-        # By position, so that receivers begin with different sources.
+        # By position, so that receivers ask different sources first.
         position = [member.host for member in generation.membership.members].index(self._host)
-        state = fetch_state(
+        sources = collections.deque(generation.state.sources)
+        sources.rotate(-position)
+        with WorkerReader(
             generation.number,
-            generation.state.sources,
-            position,
+            sources,
             self._credentials,
-            self._transfer,
             self._raise_if_ended,
-            self._on_source_failed,
-        )
+            functools.partial(record_failed_source, self._record_event),
+        ) as reader:
+            state = read_whole_state(reader)
         if state.step != generation.state.step:
             raise StateError(
                 f"state of step {state.step} arrived where generation {generation.number} resumes from step "
@@ -148,5 +145,7 @@ class StateHandover(GenerationScoped):
         self._record_event(EventKind.STATE_FETCHED, bytes=state.nbytes, seconds=time.monotonic() - started_s)
         return state
 
-    def _on_source_failed(self, source: StateSource, error: PeerError) -> None:
-        self._record_event(EventKind.STATE_SOURCE_FAILED, source=source.host, error=str(error))
+
+def record_failed_source(record_event: Callable[..., object], source: HostName, error: PeerError) -> None:
+    """Record that a worker from which a state was read has failed."""
+    record_event(EventKind.STATE_SOURCE_FAILED, source=source, error=str(error))

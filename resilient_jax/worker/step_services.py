@@ -1,6 +1,7 @@
 """What a step that is not made by `World.accumulate_microbatches` needs of the worker, such as that of a pipeline."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -10,8 +11,10 @@ from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, Compilation
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOutlook
+from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
+from resilient_jax.state.peer_transfer import StateExchange, StateOffers
 from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
@@ -20,6 +23,7 @@ from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.mail_sums import MailSums
 from resilient_jax.worker.session import Session
+from resilient_jax.worker.state_handover import record_failed_source
 from resilient_jax.worker.training_control import TrainingControl
 from resilient_jax.worker.worker_protocol import HeldPause
 
@@ -69,6 +73,31 @@ class StepServices:
     def open_mail(self) -> MailService:
         """Return a new mailbox of this host. The mailbox is the caller's, and outlives the world."""
         return self._mail.open(self.host)
+
+    @property
+    def offers(self) -> StateOffers:
+        """What this host offers to others at its mailboxes."""
+        return self._mail.offers
+
+    def make_exchange(self, id: SnapshotId, number: int, addresses: Mapping[HostName, str]) -> StateExchange:
+        """Return how hosts read from each other what each holds of a state.
+
+        Args:
+            id: step of the state, and this generation.
+            number: a number of its own for each exchange of a generation, from 1 on.
+            addresses: mailboxes of the hosts.
+        """
+        return StateExchange(
+            own=self.host,
+            id=id,
+            number=number,
+            offers=self._mail.offers,
+            credentials=self._mail.credentials,
+            addresses=addresses,
+            check=self._control.raise_if_ended,
+            on_source_failed=functools.partial(record_failed_source, self._control.record_event),
+            offer_timeout_s=self.wait_timeout_s,
+        )
 
     def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX, *, step: int | None = None) -> None:
         """Pass a place where a test may hold or kill this worker; see `Session.hit_failpoint`."""

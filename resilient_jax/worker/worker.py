@@ -43,7 +43,7 @@ from resilient_jax.protocol.worker_report import WorkerFailure, WorkerFailureKin
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.snapshot.malloc_settings import release_freed_memory
 from resilient_jax.state.flat_state import FlatState
-from resilient_jax.state.peer_transfer import StateServer
+from resilient_jax.state.peer_transfer import StateOffers, StateServer
 from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step.auditor import Auditor
 from resilient_jax.step.device_speed import DeviceSpeed
@@ -88,14 +88,14 @@ TrainFunction = Callable[[World], None]
 class _FirstCommitObserver(Observer):
     """Ends, at a commit, what only the first step of a generation needs."""
 
-    def __init__(self, monitor: CompilationMonitor, server: StateServer) -> None:
+    def __init__(self, monitor: CompilationMonitor, offers: StateOffers) -> None:
         self._monitor = monitor
-        self._server = server
+        self._offers = offers
 
     def on_commit(self, state: FlatState) -> None:
         """Report what the first step compiled; no host commits before all have the state, so the copy may go."""
         self._monitor.report_once()
-        self._server.withdraw()
+        self._offers.withdraw()
 
 
 REPORTING_S: Final = 1.0
@@ -117,18 +117,18 @@ class Worker:
         credentials = Credentials.from_paths(settings.token, settings.tls)
         self._committed = CommittedState()
         self._events = RecentEvents()
-        self._mail = MailOpener(settings.address, credentials, settings.collective_timeout_s)
+        self._offers = StateOffers()
+        self._mail = MailOpener(settings.address, credentials, settings.collective_timeout_s, self._offers)
         self._failpoints = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
         self._digest_log = open_digest_log(settings.digest_log, settings.host, self._record_lost_digests)
         self._connector = WorldConnector(settings, self._record_event)
         programs = open_program_directory()
-        self._server = StateServer(settings.address, credentials, programs)
-        # Starts the guard thread, which calls `_interrupt`, and so uses what is made below, only in a generation.
+        self._server = StateServer(settings.address, credentials, self._offers, programs)
         self._agent = AgentConnection(
             descriptor,
             settings.host,
-            self._interrupt,
+            self._connector.interrupt,  # breaks the main thread out of whatever C++ it waits in
             _make_limits(settings),
             polls_checkpoints=find_latest_checkpoint is not None,
             on_pause=lambda: self._poller.resume(),  # the job may end before this worker is idle
@@ -136,7 +136,7 @@ class Worker:
         self._handover = StateHandover(
             settings.host,
             self._committed,
-            self._server,
+            self._offers,
             credentials,
             self._agent.raise_if_ended,
             self._record_event,
@@ -296,11 +296,6 @@ class Worker:
     def _report_failure(self, failure: WorkerFailure) -> None:
         self._agent.report_found(worker_protocol.report_failure, (failure, self._committed.step))
 
-    def _interrupt(self) -> None:
-        """Break the main thread out of whatever C++ it waits in; for the guard thread."""
-        self._handover.interrupt()
-        self._connector.interrupt()
-
     # Forming.
 
     def _form_world(self, order: FormWorld) -> None:
@@ -387,7 +382,7 @@ class Worker:
         info = describe_generation(order, tuple(self._events.found))
         observers: list[Observer] = [
             ReductionPrecompiler(self._compiler),
-            _FirstCommitObserver(self._monitor, self._server),
+            _FirstCommitObserver(self._monitor, self._offers),
         ]
         if self._ledger is not None:
             observers.append(LedgerObserver(self._ledger, info))

@@ -28,7 +28,7 @@ from resilient_jax.compile.program_exchange import FETCH_PROGRAM, PROGRAM_SERVIC
 from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, Unauthenticated
 from resilient_jax.protocol.framing import encode_frame
 from resilient_jax.snapshot import messages as snapshot_messages
-from resilient_jax.state.peer_transfer import DESCRIBE_STATE, READ_LEAF, SERVICE
+from resilient_jax.state.peer_transfer import DESCRIBE_PART, READ_PART, SERVICE
 from resilient_jax.store import messages as store_messages
 from resilient_jax.transport.call_proofs import (
     ASK_NONCE,
@@ -122,7 +122,7 @@ def list_targets(report: JobReport, store: str) -> list[Target]:
         services.append((host.agent.endpoint, status_messages.SERVICE, [(WRITE, True)]))
         if host.worker is not None and host.worker.report.endpoint:
             endpoint = host.worker.report.endpoint
-            peers.append((endpoint, SERVICE, (DESCRIBE_STATE, READ_LEAF)))
+            peers.append((endpoint, SERVICE, (DESCRIBE_PART, READ_PART)))
             peers.append((endpoint, PROGRAM_SERVICE, (FETCH_PROGRAM, REPORT_CLAIM)))
         if host.snapshot_server is not None:
             methods = [*_methods_of(snapshot_messages), snapshot_messages.READ]

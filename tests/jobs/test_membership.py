@@ -16,7 +16,7 @@ from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.state.peer_transfer import DESCRIBE_STATE, SERVICE, StateRequest
+from resilient_jax.state.peer_transfer import DESCRIBE_PART, SERVICE, OfferRequest
 from resilient_jax.transport import PeerChannel
 from resilient_jax.transport.credentials import Credentials
 from tests.chaos.network import build_network
@@ -200,9 +200,9 @@ def test_the_copy_of_the_state_for_a_joining_host_is_freed_after_it_was_fetched(
         with PeerChannel(holder, credentials, SERVICE) as channel:
             # No state is offered, so the server waits for one; an offered state is of a later generation than 0, so the
             # request for 0 would be refused.
-            request = StateRequest(generation=GenerationNumber(0))
-            head = channel.call(DESCRIBE_STATE, request, timeout_s=patience(5))
-            assert head.leaves is None
+            request = OfferRequest(generation=GenerationNumber(0))
+            answer = channel.call(DESCRIBE_PART, request, timeout_s=patience(5))
+            assert answer.part is None
 
 
 ATTEMPTS = 5

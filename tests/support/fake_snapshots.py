@@ -44,6 +44,7 @@ class FakeSnapshot:
     # The interface of `PartReader`.
 
     local_host = None
+    has_copies = False
 
     def read_manifests(self):
         return dict(self.done)
@@ -57,6 +58,7 @@ class FakeSnapshot:
             target[:] = data
             self.reads += 1
             self.bytes_read += len(target)
+        return []
 
     def overwrite(self):
         for part in self.parts.values():

@@ -17,9 +17,9 @@ import numpy as np
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
+from resilient_jax.state.box_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.index_box import IndexBox
 from resilient_jax.state.restore import SlabAllocator
-from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from tests.benchmarks.jobs.snapshot_hosts import DTYPE, Share, random_leaf
 from tests.support.snapshot_servers import CREDENTIALS
 
@@ -51,7 +51,7 @@ def restore(share: Share, server: LocalServerClient, box: IndexBox) -> list[jax.
         targets = [
             ReadTarget(number, box, slabs.allocate(box.shape, DTYPE)) for number in range(share.leaves)
         ]
-        BoxGatherer(reader, reader.read_manifests()).gather(targets)
+        BoxGatherer(reader).gather(targets)
         return jax.block_until_ready(jax.device_put([target.data for target in targets], jax.devices()[0]))
 
 

@@ -14,7 +14,6 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline.link_exchanges import LINKS_MAIL, MailExchanges
 from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.step_mail import STEP_MAIL, StepMail
-from resilient_jax.pipeline.unit_exchange import STATE_MAIL
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
@@ -221,7 +220,7 @@ def test_steps_are_compared_with_those_before() -> None:
 
 def test_only_what_steps_send_is_counted() -> None:
     counter = ReceivedMailCounter()
-    for kind in (*STEP_MAIL, LINKS_MAIL, STATE_MAIL):
+    for kind in (*STEP_MAIL, LINKS_MAIL):
         counter.add(Mail(key=MailKey(1, 0, kind, 0, 0), data=memoryview(bytes(10))), 0.5)
     assert counter.take(STEP_MAIL) == ReceivedMail(30, 1.5)
     assert counter.take(STEP_MAIL) == ReceivedMail()

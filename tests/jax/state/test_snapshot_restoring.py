@@ -14,11 +14,11 @@ from resilient_jax.errors import MessageError, StateError
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.state import restore, snapshot_reads
+from resilient_jax.state import box_reads, restore
+from resilient_jax.state.box_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.flat_state import copy_to_host, flatten_state, make_abstract_state
 from resilient_jax.state.index_box import whole_box
 from resilient_jax.state.restore import restore_snapshot
-from resilient_jax.state.snapshot_reads import BoxGatherer, ReadTarget
 from resilient_jax.state.state_placement import restore_state as restore_held
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.fake_snapshots import (
@@ -148,7 +148,7 @@ def test_only_the_requested_box_is_read():
     snapshot = take_by(8, state)
     box = whole_box((64, 2**16)).narrow(0, 16, 32)
     data = np.empty(box.shape, np.float32)
-    BoxGatherer(snapshot, snapshot.read_manifests()).gather([ReadTarget(0, box, data)])
+    BoxGatherer(snapshot).gather([ReadTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[16:32])
     assert (snapshot.bytes_read, snapshot.reads) == (data.nbytes, 1)
 
@@ -158,7 +158,7 @@ def test_columns_of_long_rows_are_read_without_the_gaps_between_them():
     snapshot = take_by(1, state)
     box = whole_box((8, 2**18)).narrow(1, 1000, 2000)
     data = np.empty(box.shape, np.float32)
-    BoxGatherer(snapshot, snapshot.read_manifests()).gather([ReadTarget(0, box, data)])
+    BoxGatherer(snapshot).gather([ReadTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[:, 1000:2000])
     assert (snapshot.bytes_read, snapshot.reads) == (8 * MAX_BLOCK_BYTES, 8)
 
@@ -180,8 +180,8 @@ def test_reads_of_any_size_restore_the_same_state(data, count, read_bytes, gap_b
     }
     snapshot = take_by(count, state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_reads, "MAX_READ_BYTES", read_bytes)
-        patch.setattr(snapshot_reads, "MAX_GAP_BYTES", gap_bytes)
+        patch.setattr(box_reads, "MAX_READ_BYTES", read_bytes)
+        patch.setattr(box_reads, "MAX_GAP_BYTES", gap_bytes)
         patch.setattr(restore, "RESTORE_BATCH_BYTES", read_bytes)
         target = data.draw(shardings(shape))
         _, restored = restore_snapshot(abstract_of(state), snapshot, target)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.blocks.cut_model import CutModel, cut_model
 from resilient_jax.blocks.forward_model import cut_forward
 from resilient_jax.errors import CallerError, PeerUnreachable, ResilientJaxError
-from resilient_jax.ids import HostName
+from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_config import PipelineConfig
@@ -37,11 +37,13 @@ from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, Update
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
+from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.sharding.stage_sharding import (
     StageSharding,
     make_abstract_stage_mesh,
     make_stage_mesh,
 )
+from resilient_jax.state.peer_transfer import SERVICE, StateExchange, StateOffers
 from resilient_jax.step import running_total
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
 from resilient_jax.transport import Credentials
@@ -62,6 +64,9 @@ SPECS: dict[str, dict[str, P]] = {
     "fsdp": {"kernel": P("fsdp"), "bias": P("fsdp"), "scale": P("fsdp"), "embedding": P("fsdp")},
 }
 """By the axis of a host's devices and the end of a weight's name."""
+
+
+CREDENTIALS = Credentials("token")
 
 
 def make_sharding(cut: CutModel, axis: str) -> StageSharding:
@@ -96,6 +101,7 @@ class Host:
         self.weights = self.cut.trace.table.split(decoder.variables)
         self.optimizer = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
         self.service: MailService | None = None
+        self.offers, self.addresses = StateOffers(), dict[HostName, str]()
         self.received: collections.Counter[str] = collections.Counter()
         """The bytes of all mail of the pipeline, by kind: that of a host that is ahead comes before an order does."""
         self.pipeline: PipelineWorker | None = None
@@ -115,7 +121,13 @@ class Host:
     def start(self, axis: str = "", **config: Any) -> dict:
         """Have a new pipeline, with no state, and a new mailbox."""
         self.close()
-        self.service = MailService(self.name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
+        self.service = MailService(
+            self.name,
+            "127.0.0.1",
+            CREDENTIALS,
+            lambda peer, error: None,
+            services={SERVICE: self.offers.calls},
+        )
         self.count_mail(self.service)
         config["schedule"] = PipelineSchedule(config["schedule"])
         self.sharding = make_sharding(self.cut, axis)
@@ -154,6 +166,7 @@ class Host:
                     sharding=self.sharding,
                 )
                 pipeline.enter(generation)
+                self.addresses = words["addresses"]
                 return {}
             case "count_done":
                 return {"done": pipeline.num_finished_tasks}
@@ -239,15 +252,19 @@ class Host:
         """Have the units that this host wants, of which others send those that it has not."""
         pipeline = self.pipeline
         assert pipeline is not None
-        found = exchange_units(
-            pipeline.make_mail(),
-            self.name,
-            pipeline.unit_holders,
-            wanted,
-            pipeline.state.all_states,
-            self.make_shapes(),
-            0,
+        exchange = StateExchange(
+            own=self.name,
+            id=SnapshotId(pipeline.step, GenerationNumber(pipeline.make_mail().generation)),
+            number=1,
+            offers=self.offers,
+            credentials=CREDENTIALS,
+            addresses=self.addresses,
+            check=lambda: None,
+            on_source_failed=lambda host, error: None,
+            offer_timeout_s=pipeline.config.wait_timeout_s,
         )
+        held = pipeline.state.all_states
+        found = exchange_units(exchange, pipeline.unit_holders, wanted, held, self.make_shapes())
         moved = found.keys() - pipeline.state.all_states.keys()
         pipeline.state.hold({**found, **self.place({number: found[number] for number in moved})})
         return {"moved": len(moved)}

@@ -13,7 +13,8 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import copy_to_host, flatten_state, make_abstract_state
 from resilient_jax.state.leaf_kinds import DTYPES_OUTSIDE_STORAGE
-from resilient_jax.state.peer_transfer import CancellableTransfer, StateServer, fetch_state
+from resilient_jax.state.peer_transfer import StateOffer, StateOffers, StateServer, WorkerReader
+from resilient_jax.state.restore import read_whole_state
 from resilient_jax.state.state_placement import place_initial_state, restore_state
 from resilient_jax.transport.credentials import Credentials
 from tests.support.leaf_kinds import assert_same_kinds, make_state
@@ -30,8 +31,9 @@ def replicated():
 
 @pytest.fixture
 def server():
-    server = StateServer("127.0.0.1", CREDENTIALS)
-    yield server
+    offers = StateOffers()
+    server = StateServer("127.0.0.1", CREDENTIALS, offers)
+    yield offers, server.endpoint
     server.close()
 
 
@@ -47,11 +49,11 @@ def store(tmp_path):
 def test_a_host_that_joins_gets_each_leaf_as_the_others_have_it(server, rule, x64):
     with jax.enable_x64(x64):
         state = make_state()
-        server.offer(NUMBER, copy_to_host(flatten_state(17, state)))
-        source = StateSource(host=HostName("a"), endpoint=server.endpoint)
-        found = fetch_state(
-            NUMBER, [source], 0, CREDENTIALS, CancellableTransfer(), lambda: None, lambda *refused: None
-        )
+        offers, endpoint = server
+        offers.offer(StateOffer.of_state(HostName("a"), NUMBER, copy_to_host(flatten_state(17, state))))
+        source = StateSource(host=HostName("a"), endpoint=endpoint)
+        with WorkerReader(NUMBER, [source], CREDENTIALS, lambda: None, lambda *refused: None) as reader:
+            found = read_whole_state(reader)
         assert_same_kinds(restore_state(make_abstract_state(lambda: state), found, rule and rule()), state)
 
 
