@@ -168,7 +168,16 @@ def make_replica_mesh(
     devices_by_host: Sequence[Sequence[Device]],
     replica_shape: ReplicaShape,
 ) -> Mesh:
-    """Return the mesh of all replicas: `REPLICA_AXIS`, and then the axes of each; the same on all hosts."""
+    """Return the mesh of all replicas: `REPLICA_AXIS`, and then the axes of each; the same on all hosts.
+
+    Raises:
+        CallerError: a host has several replicas, or hosts differ in axes.
+    """
+    if replica_shape.axes_by_devices or any(location.slot for location in locations):
+        raise CallerError(
+            f"mesh: found {replica_shape}, expected replicas of one host or more, alike on all: "
+            "ReplicaShape(hosts=2, axes=...). Where a host has several, its state is on world.local_mesh"
+        )
     rows = [_list_devices(location, devices_by_host) for location in locations]
     axes = replica_shape.mesh_axes(len(rows[0]))
     return Mesh(np.array(rows).reshape(len(rows), *axes.values()), (REPLICA_AXIS, *axes))
