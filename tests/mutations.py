@@ -48,6 +48,7 @@ AREAS: Final[Mapping[str, tuple[str, ...]]] = {
         "tests/jax/step/test_fixed_point_sum.py",
         "tests/jax/step/test_binned_sum.py",
         "tests/jax/step/test_claims.py",
+        "tests/jax/step/test_contributions.py",
         "tests/jax/step/test_exact_accumulation.py",
     ),
     "updates": ("tests/jax/sharding/test_exact_reductions.py", "tests/jax/sharding/test_jaxprs.py"),
@@ -557,6 +558,20 @@ MUTATIONS: Final = (
         "        if not accepted[:, has].any():\n",
         "        if not accepted[:host, has].all():\n",
         "a microbatch is in the sum twice",
+    ),
+    Mutation(
+        "quotas",
+        "step/quotas.py",
+        "is_complete = np.all(",
+        "is_complete = np.any(",
+        "a microbatch counts although shards of it are lost",
+    ),
+    Mutation(
+        "sums",
+        "step/contributions.py",
+        "if in_shards and (replica_shape, rank) != (self.replica_shape, self.rank):",
+        "if in_shards and replica_shape != self.replica_shape:",
+        "shards of one part of an array are added to those of another",
     ),
     Mutation(
         "quotas",

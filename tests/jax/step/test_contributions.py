@@ -86,6 +86,15 @@ def test_totals_of_replicas_of_another_shape_are_resharded(eight_devices):
     assert kept.replica_shape == ReplicaShape(per_host=2)
 
 
+def test_shards_are_dropped_where_the_host_is_to_have_others():
+    like = {"w": jnp.zeros(3)}
+    for rank, kept_parts in ((1, [0]), (0, [])):
+        kept = Contributions(SPEC, {0: make_part({0})}, ReplicaShape(hosts=2), rank=1)
+        kept.move_to_devices(like, ReplicaShape(hosts=2), rank, in_shards=True)
+        assert list(kept.parts) == kept_parts
+        assert kept.rank == rank
+
+
 def test_parts_whose_claims_are_refused_are_dropped_and_the_others_count():
     kept = Contributions(SPEC, {0: make_part({0}), 4: make_part({1, 2}), 5: make_part({3}, is_counted=False)})
     assert kept.list_claims().tolist() == [1, 2, 2, 3]
