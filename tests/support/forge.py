@@ -100,11 +100,14 @@ class Forge:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", __name__]  # JAX warns of each fork
         with theirs:
-            self._process = subprocess.Popen(
+            # It is no child of this process, whose children other tests list: see `main`.
+            subprocess.run(
                 [*command, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**environment, "PYTHONPATH": str(ROOT)},
+                check=True,
+                timeout=WAIT_S,
             )
 
     def start(
@@ -148,7 +151,6 @@ class Forge:
     def end(self) -> None:
         """End it; what was forked lives on, and nobody hears of its end."""
         self._connection.close()
-        self._process.wait(WAIT_S)
 
 
 @functools.cache
@@ -216,6 +218,8 @@ def take_descriptors(by_number: Mapping[int, int]) -> None:
 
 def main() -> None:
     """Import, and serve; in a forked process call what its order names."""
+    if os.fork():
+        os._exit(0)  # and so this is nobody's child
     for module in sys.argv[2:]:
         importlib.import_module(module)
     bridge = sys.modules.get("jax._src.xla_bridge")

@@ -121,6 +121,7 @@ class Host:
     def start(self, axis: str = "", **config: Any) -> dict:
         """Have a new pipeline, with no state, and a new mailbox."""
         self.close()
+        self.offers.withdraw()  # generations have the numbers of those of the pipeline before
         self.service = MailService(
             self.name,
             "127.0.0.1",
