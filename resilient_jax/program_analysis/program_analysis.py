@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.program_cost import ProgramCost, TensorRole
+from resilient_jax.planning.program_cost import ProgramCost, StateTensor, TensorRole
 from resilient_jax.program_analysis.abstract_program import AbstractProgram, LossFn, make_abstract_program
 from resilient_jax.program_analysis.cost_split import TracedProgram, split_cost, trace_program
 from resilient_jax.program_analysis.measurement import (
@@ -98,6 +98,21 @@ def analyze_program(
         backend=jax.default_backend(),
         can_remat=remat is not None,
     )
+
+
+def list_state_tensors(
+    model: object,
+    loss_fn: LossFn,
+    batch: Tree,
+    *,
+    logical_axis_rules: LogicalAxisRules | None = None,
+) -> tuple[StateTensor, ...]:
+    """Return the parameters with the names of their dims, as `analyze_program` finds them; nothing is compiled."""
+    rules = logical_axis_rules or LogicalAxisRules()
+    program = make_abstract_program(model, loss_fn, batch)
+    parameters = describe_parameters(program.params, program.names, rules)
+    traced = trace_program(program, parameters, rules)
+    return make_state_tensors(parameters, traced.uses, _list_others(program, None), rules)
 
 
 def _list_others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, TensorRole]]:  # noqa: ANN401 - as above

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import LAYERS, Axis
-from resilient_jax.planning.program_cost import ModelPart, ProgramCost, StateTensor, TensorRole
+from resilient_jax.planning.program_cost import ModelPart, StateTensor, TensorRole
 from resilient_jax.planning.tensor_partition import partition_tensor
 from resilient_jax.sharding.layer_stacks import LayerPosition
 from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, Tree, format_path, name_dims
@@ -51,19 +51,19 @@ class StatePartitioner:
     """Makes the `PartitionSpec` of each array of a program's state.
 
     Args:
-        program_cost: cost of the program; its tensors name the dims.
-        logical_axis_rules: rules for what the program cost does not have.
+        tensors: tensors of the program, which name the dims.
+        logical_axis_rules: rules for what is none of these tensors.
     """
 
     def __init__(
         self,
-        program_cost: ProgramCost,
+        tensors: Sequence[StateTensor],
         sizes: Mapping[Axis, int],
         logical_axis_rules: LogicalAxisRules | None = None,
     ) -> None:
         self._sizes = {axis: sizes.get(axis, 1) for axis in STATE_AXES}
         self._rules = logical_axis_rules or LogicalAxisRules()
-        self._tensors = [(_compile_pattern(tensor.path), tensor) for tensor in program_cost.tensors]
+        self._tensors = [(_compile_pattern(tensor.path), tensor) for tensor in tensors]
 
     def specs(self, state: Tree) -> Tree:
         """Return the state's tree, each array replaced by its spec.

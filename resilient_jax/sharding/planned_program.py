@@ -94,7 +94,7 @@ def make_state_shardings(
     Raises:
         CallerError: an axis of the plan shards no array of the state, or a logical name is unknown.
     """
-    cuts = StatePartitioner(plan.request.program_cost, plan.axis_sizes, logical_axis_rules)
+    cuts = StatePartitioner(plan.request.program_cost.tensors, plan.axis_sizes, logical_axis_rules)
     return _shardings(cuts.specs(state), mesh)
 
 

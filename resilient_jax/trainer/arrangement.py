@@ -46,7 +46,7 @@ from resilient_jax.sharding.placements import (
 from resilient_jax.step.assignment import DATA_AXIS, MeshAxes, ReplicaShape, count_devices_by_host
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
-from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.fit_config import MESH_AXES, FitConfig
 from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.planner import allows_axes_by_host
 from resilient_jax.trainer.stage_axes import StageAxes, fit_stage_axes, make_replica_axes
@@ -54,8 +54,7 @@ from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
 
-REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
-"""Axes of a replica's mesh, outermost first; the first one shards the examples."""
+REPLICA_AXES: Final = tuple(map(Axis, MESH_AXES))
 FIRST_GENERATION: Final = 1
 """The number of a job's first generation, in which hosts have all of their devices."""
 WHY_OFF: Final = "axes_by_host is off. Planner(axes_by_host=True) allows others"
@@ -400,7 +399,7 @@ class PlanSearcher:
         """Return the arrangement that a plan gives a host with these devices."""
         by_devices = _list_axes_by_devices(plan)
         sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
-        axes = _name_axes(sizes)
+        axes = name_axes(sizes)
         width = math.prod(sizes.values())
         # Where a replica is one device, the state is on as many devices of each host: see `World.local_mesh`. Else a
         # replica's devices share its shards, so the state is on all replicas.
@@ -411,7 +410,7 @@ class PlanSearcher:
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         shape = ReplicaShape(per_host="devices", axes=axes)
         if isinstance(plan, UnequalPlan):
-            named = tuple((number, _name_axes(found)) for number, found in sorted(by_devices.items()))
+            named = tuple((number, name_axes(found)) for number, found in sorted(by_devices.items()))
             shape = ReplicaShape(per_host="devices", axes_by_devices=named)
         return Arrangement(
             replica_shape=shape,
@@ -422,15 +421,19 @@ class PlanSearcher:
     def _find_specs(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._specs:
-            specs = StatePartitioner(self.program_cost, sizes, self._planner.logical_axis_rules).specs(params)
-            leaves = jax.tree_util.tree_leaves_with_path(params)
-            self._specs[key] = tuple(
-                (jax.tree_util.keystr(path), tuple(leaf.shape), spec)
-                for (path, leaf), spec in zip(
-                    leaves, jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P)), strict=True
-                )
-            )
+            partitioner = StatePartitioner(self.program_cost.tensors, sizes, self._planner.logical_axis_rules)
+            self._specs[key] = list_parameter_specs(partitioner, params)
         return self._specs[key]
+
+
+def list_parameter_specs(partitioner: StatePartitioner, params: Tree) -> ParameterSpecs:
+    """Return path, shape and spec of each parameter."""
+    specs = jax.tree.leaves(partitioner.specs(params), is_leaf=lambda node: isinstance(node, P))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return tuple(
+        (jax.tree_util.keystr(path), tuple(leaf.shape), spec)
+        for (path, leaf), spec in zip(leaves, specs, strict=True)
+    )
 
 
 def _constrain(config: FitConfig, axes: AxisSizes) -> PlanConstraints:
@@ -457,7 +460,7 @@ def list_plan_axes(plan: AnyPlan) -> PlanAxes:
     by_devices = _list_axes_by_devices(plan)
     if isinstance(plan, Plan):
         by_devices = {ANY_NUMBER: next(iter(by_devices.values()))}
-    return tuple((number, _name_axes(sizes)) for number, sizes in sorted(by_devices.items()))
+    return tuple((number, name_axes(sizes)) for number, sizes in sorted(by_devices.items()))
 
 
 def _try_axes(request: PlanRequest, by_devices: Mapping[int, PlanConstraints]) -> AnyPlan | None:
@@ -474,5 +477,6 @@ def _try_axes(request: PlanRequest, by_devices: Mapping[int, PlanConstraints]) -
         return None
 
 
-def _name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:
+def name_axes(sizes: Mapping[Axis, int]) -> MeshAxes:
+    """Return names and sizes of axes."""
     return tuple((axis.value, size) for axis, size in sizes.items())

@@ -116,7 +116,7 @@ class Checkpointer:
         Returns:
             Why the state is not on storage; empty: it is.
         """
-        world, step = layout.world, int(state.step)
+        world, step = layout.world, layout.read_step(state)
         if world.replay is not None:
             return ""
         is_saver = world.host_index == 0

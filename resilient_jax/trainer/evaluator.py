@@ -6,7 +6,7 @@ from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_fu
 from resilient_jax.trainer.evaluation import EvaluationProgram, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.state_layout import StateLayout
-from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep, make_zeros
+from resilient_jax.trainer.train_step import EVALUATION_STEP, TrainStep
 from resilient_jax.trainer.training_state import State
 
 
@@ -53,7 +53,7 @@ class Evaluator:
             make_microbatch_function(
                 self._program.compute, variables, placement, self._example, key_step=EVALUATION_STEP
             ),
-            make_zeros(self._program.abstract_sums, placement),
+            layout.make_zeros(self._program.abstract_sums),
             data=self._data,
             options=AccumulationOptions(
                 reduction=self._parallelism.reduction,

@@ -3,13 +3,14 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
 from resilient_jax.step.assignment import Reduction, ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.early_stopping import EarlyStopping
@@ -20,6 +21,9 @@ from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.trainer.train_step import Recipe
 from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
+
+MESH_AXES: Final = (Axis.FSDP.value, Axis.EXPERT.value, Axis.TENSOR.value)
+"""Axes of a replica's mesh, outermost first; the first one shards the examples."""
 
 
 class StateSharding(enum.StrEnum):
@@ -47,6 +51,9 @@ class Parallelism:
             Sharded states have the bits of replicated ones: what optimizers add up over a leaf or all leaves (lamb,
             lars, adafactor, `clip_by_global_norm`) is added in integers. Products of matrices and loops (muon,
             shampoo) depend on the number of hosts; a warning names the operation.
+        axes: for a model that is too large for a host: sizes of "fsdp", "expert" and "tensor", which multiply to the
+            devices of one host or several. These are a replica, over whose devices parameters, their gradients and
+            optimizer state are sharded by the names of their dims. `replica_shape` and `state` are not given.
         pipeline: for a model that is too large for a host: replicas that span hosts, each with some of the layers. The
             state is then on the hosts that need it, and `state` is not given.
 
@@ -58,6 +65,7 @@ class Parallelism:
     replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST
     balance_by_speed: bool = True
     state: StateSharding | str = StateSharding.REPLICATED
+    axes: Mapping[str, int] | None = None
     pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
@@ -67,11 +75,30 @@ class Parallelism:
                 f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
             )
         is_default = self.replica_shape == ONE_REPLICA_PER_HOST and self.state == StateSharding.REPLICATED
+        if self.axes is not None:
+            self._check_axes(self.axes, is_alone=is_default and self.pipeline is None)
         if self.pipeline is not None and not is_default:
             raise CallerError(
                 f"parallelism: found replica_shape={self.replica_shape}, state={self.state!r} with a pipeline, "
                 "expected neither to be given: the pipeline says which hosts make a replica, and each has the state "
                 "of its layers alone"
+            )
+
+    @staticmethod
+    def _check_axes(axes: Mapping[str, int], *, is_alone: bool) -> None:
+        if (
+            not axes
+            or axes.keys() - set(MESH_AXES)
+            or not all(type(n) is int and n > 0 for n in axes.values())
+        ):
+            raise CallerError(
+                f"parallelism: found axes={dict(axes)}, expected positive sizes of {', '.join(MESH_AXES)}, such as "
+                '{"fsdp": 8}'
+            )
+        if not is_alone:
+            raise CallerError(
+                f"parallelism: found axes={dict(axes)} with replica_shape, state or pipeline, expected axes "
+                "alone: they say which devices are a replica, and that the state is sharded over them"
             )
 
 

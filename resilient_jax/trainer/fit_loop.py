@@ -37,6 +37,8 @@ from resilient_jax.trainer.host_checks import (
     require_equal_devices,
 )
 from resilient_jax.trainer.initial_variables import match_variables
+from resilient_jax.trainer.mesh_arranger import MeshArranger
+from resilient_jax.trainer.mesh_layout import MeshLayout
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
 from resilient_jax.trainer.pipeline_options import Pipeline
@@ -53,7 +55,7 @@ from resilient_jax.trainer.state_layout import (
     make_state_layout,
 )
 from resilient_jax.trainer.step_report import JsonLog, ReportedEvaluations, StepReport, wants_to_stop
-from resilient_jax.trainer.train_step import TrainStep, make_zeros
+from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
     MicrobatchSums,
@@ -109,6 +111,7 @@ class FitLoop:
         self._data: Prefetcher | None = None
         self._programs: TrainStep | None = None
         self._arranger = Arranger(config)
+        self._mesh_arranger = MeshArranger(config) if config.parallelism.axes is not None else None
         self._compiler: SpeculativeCompiler | None = None
         self._compiled_meshes: set[MeshShape] = set()
         """Those for which the programs of a sharded state are in the compilation cache."""
@@ -155,7 +158,7 @@ class FitLoop:
     def _train(self, world: World) -> None:
         config = self._config
         generation, state = self.open_generation(world)
-        if not self._is_stopped(world, int(state.step)):
+        if not self._is_stopped(world, generation.layout.read_step(state)):
             # One more than there are steps: the last evaluation is made in it, and it commits nothing.
             num_steps = config.num_steps + (config.evaluation is not None)
             for number, step in enumerate(world.steps(num_steps, num_commits=config.num_steps)):
@@ -180,7 +183,8 @@ class FitLoop:
         if self._programs is not None:
             require_equal_devices(world, self._arranger.why_equal_stages, is_first=False)
         programs = self._open(world)
-        arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
+        arranger = self._mesh_arranger or self._arranger
+        arrangement = arranger.arrange(world, programs.abstract_state.variables.params)
         check_microbatch_size(world, self._config, arrangement.replica_shape)
         layout = self._make_layout(world, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
@@ -240,7 +244,7 @@ class FitLoop:
             logger.error("the trained model is not on storage, but only in the result of `fit`: %s", failure)
         checkpoints = self._config.checkpoints if not failure else None
         return FitResult(
-            step=int(state.step),
+            step=generation.layout.read_step(state),
             metrics=dict(self._metrics),
             trained=trained,
             adapter=self._config.recipe.model,
@@ -255,6 +259,8 @@ class FitLoop:
     def _make_layout(self, world: World, arrangement: Arrangement, programs: TrainStep) -> StateLayout:
         if self._pipeline is not None:
             return PipelinedLayout(world, arrangement, self._pipeline)
+        if self._config.parallelism.axes is not None:
+            return MeshLayout(world, arrangement)
         return make_state_layout(world, self._config.parallelism.state, arrangement, programs)
 
     def _open(self, world: World) -> TrainStep:
@@ -280,7 +286,7 @@ class FitLoop:
             self._pipeline = PipelinedSteps(
                 config, programs, self._data, axes, world.local_devices, self._arranger.why_equal_stages
             )
-            _warn_of_lost_model(world, config, self._pipeline)
+        _warn_of_lost_model(world, config)
         if config.evaluation is not None:
             pipeline = self._pipeline
             self._evaluator = (
@@ -366,7 +372,7 @@ class FitLoop:
         if is_reported:
             self._metrics.update(metrics)
         else:
-            self._report(layout.world, state, metrics, started_s, is_evaluation=True)
+            self._report(layout, state, metrics, started_s, is_evaluation=True)
         return state
 
     def _step(self, generation: FitGeneration, state: State, step: int) -> State:
@@ -376,7 +382,7 @@ class FitLoop:
         world.commit(state, **{**self._metrics, **metrics})
         # Before the snapshot, in which a change of hosts may end this generation: the step would go unreported.
         metrics = {**generation.layout.read_learning_rate(state), **metrics}
-        self._report(world, state, metrics, started_s, is_evaluation=False)
+        self._report(generation.layout, state, metrics, started_s, is_evaluation=False)
         # After the commit: snapshots and checkpoints are of committed states only.
         self.save(generation, state, step + 1)
         return state
@@ -385,7 +391,7 @@ class FitLoop:
         """Return the function that sums up the microbatches of a step; a pipeline never calls it."""
         if self._pipeline is not None:
             return _refuse_sum
-        zeros = make_zeros(programs.abstract_sums, layout.arrangement.placement)
+        zeros = layout.make_zeros(programs.abstract_sums)
         return functools.partial(self._sum, layout, programs, zeros)
 
     def _sum(
@@ -422,13 +428,13 @@ class FitLoop:
         handle_nonfinite(
             world, config.recipe, step, np.flatnonzero(np.asarray(accumulated.non_finite)).tolist()
         )
-        summary, found = programs.summarize(accumulated)
+        summary, found = layout.summarize(programs, accumulated)
         sums, summary = layout.shard_sums((accumulated.gradients, accumulated.collections), summary)
         return sums, summary, {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _report(
         self,
-        world: World,
+        layout: StateLayout,
         state: State,
         metrics: dict[str, float],
         started_s: float,
@@ -436,9 +442,10 @@ class FitLoop:
         is_evaluation: bool,
     ) -> None:
         """Report to callbacks, log and progress bar."""
+        world = layout.world
         self._metrics.update(metrics)
         report = StepReport(
-            step=int(state.step),
+            step=layout.read_step(state),
             state=state,
             metrics=metrics,
             duration_s=time.monotonic() - started_s,
@@ -469,10 +476,12 @@ def _require_devices(arranger: Arranger, world: World, options: Pipeline, progra
     require_equal_devices(world, arranger.why_equal_stages, is_first=True)
 
 
-def _warn_of_lost_model(world: World, config: FitConfig, pipeline: PipelinedSteps) -> None:
-    if world.host_index == 0 and not pipeline.options.gather_result and config.checkpoints is None:
+def _warn_of_lost_model(world: World, config: FitConfig) -> None:
+    pipeline, axes = config.parallelism.pipeline, config.parallelism.axes
+    is_lost = axes is not None or (pipeline is not None and not pipeline.gather_result)
+    if world.host_index == 0 and is_lost and config.checkpoints is None:
         logger.warning(
-            "found a pipeline without checkpoints: when training ends, its model is lost, as no host has all of it. To "
-            "keep it use Trainer(checkpoints=rj.Checkpoints(...)), or Pipeline(gather_result=True) if it fits the "
-            "memory of each host"
+            "found a job without checkpoints of which no host has the whole model: when training ends, the model is "
+            "lost. To keep it use Trainer(checkpoints=rj.Checkpoints(...)), or Pipeline(gather_result=True) if that of "
+            "a pipeline fits the memory of each host"
         )

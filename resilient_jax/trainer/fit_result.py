@@ -21,7 +21,7 @@ class TrainedModel(NamedTuple):
     """What the hosts have of the trained model when training ends.
 
     Attributes:
-        variables: arrays in host memory; None: no host has all variables, as in a pipeline.
+        variables: arrays in host memory; None: no host has all variables.
         ema_params: the average of the parameters; None: no average was kept, or no host has the whole.
         params_sha256: the digest of the parameters, where hosts compute the digest together; None: `digest_tree`
             computes it.
@@ -34,7 +34,7 @@ class TrainedModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """The trained model. Its variables are in host memory, but those of a pipeline: they are in its last checkpoint.
+    """The trained model. Its variables are in host memory, but where no host has all: in the last checkpoint.
 
     Attributes:
         step: how many steps are committed.
@@ -66,7 +66,8 @@ class FitResult:
         Of an `nnx` model they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
 
         Raises:
-            CallerError: no host has all variables: the job was a pipeline without `gather_result=True`.
+            CallerError: no host has all variables: the job had `Parallelism(axes=)`, or a pipeline without
+                `gather_result=True`.
         """
         return self._require_variables()
 
@@ -124,9 +125,9 @@ class FitResult:
         else:
             where = "It was not saved: use Trainer(checkpoints=rj.Checkpoints(...))."
         raise CallerError(
-            "result: found a model that was trained in a pipeline, of which no host has all layers, expected it in "
-            f"this host's memory. {where} If it fits the memory of each host, Pipeline(gather_result=True) brings it "
-            "there"
+            "result: found a model that was trained in a pipeline, or over axes, of which no host has all, expected it "
+            f"in this host's memory. {where} If that of a pipeline fits the memory of each host, "
+            "Pipeline(gather_result=True) brings it there"
         )
 
 

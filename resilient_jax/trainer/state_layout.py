@@ -38,8 +38,14 @@ from resilient_jax.trainer.fit_config import StateSharding
 from resilient_jax.trainer.fit_result import TrainedModel, copy_to_numpy
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.parameter_ema import find_ema_params
-from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep
-from resilient_jax.trainer.training_state import State, StepSummary, TrainingState, read_learning_rate
+from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep, make_zeros
+from resilient_jax.trainer.training_state import (
+    MicrobatchSums,
+    State,
+    StepSummary,
+    TrainingState,
+    read_learning_rate,
+)
 from resilient_jax.worker.generation_info import make_mesh
 from resilient_jax.worker.world import World
 
@@ -143,6 +149,18 @@ class StateLayout(abc.ABC):
         """Return what this host is to have of the trained model, in its memory. Every host must call this."""
         variables, ema_params = self.gather((state.variables, find_ema_params(state.opt_state)))
         return TrainedModel(copy_to_numpy(variables), copy_to_numpy(ema_params))
+
+    def make_zeros(self, abstract: Tree) -> Tree:
+        """Return zeros of what is summed over microbatches, placed as its sums."""
+        return make_zeros(abstract, self.arrangement.placement)
+
+    def summarize(self, programs: TrainStep, sums: MicrobatchSums) -> tuple[StepSummary, dict[str, Any]]:
+        """Return the summary of a step's sums, and its metrics. Every host must call this."""
+        return programs.summarize(sums)
+
+    def read_step(self, state: State) -> int:
+        """Return how many steps of a state are committed."""
+        return int(state.step)
 
     def read_learning_rate(self, state: State) -> dict[str, float]:
         """Return the metric `learning_rate`; see `training_state.read_learning_rate`."""
@@ -268,28 +286,10 @@ class ShardedLayout(StateLayout):
         if self._update is None:
             placement = self._placement.with_abstract_mesh()
             self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
-            self._warn_of_collectives(self._update.as_text() or "", programs.why_mesh_bound)
+            warn_of_collectives(self.world, self._update.as_text() or "", programs.why_mesh_bound)
         # The update donates the state, whose arrays the copy of a snapshot may still be reading.
         self.world.wait_until_finished()
         return self._update(state, sums, summary)
-
-    def _warn_of_collectives(self, update: str, why_mesh_bound: str) -> None:
-        if not (found := sorted(set(COLLECTIVE_PATTERN.findall(update)))):
-            return
-        self.world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
-        if self.world.host_index == 0:
-            bits = (
-                f" The weights are equal within rounding only, whichever hosts are alive: {why_mesh_bound}."
-                if why_mesh_bound
-                else ""
-            )
-            logger.warning(
-                "the optimizer's update of a sharded state communicates between devices (%s): the committed state is "
-                "lost on all hosts if one dies in the update, and they go back to the last snapshot.%s "
-                "Element-wise optimizers, such as adamw, do not; clip with Numerics(clip_norm=)",
-                ", ".join(found),
-                bits,
-            )
 
     def snapshot(self, state: TrainingState) -> None:
         """Take a snapshot, if one is due."""
@@ -345,6 +345,26 @@ def make_state_layout(
     if state_sharding == StateSharding.SHARDED:
         return ShardedLayout(world, arrangement, programs.raveled_leaves)
     return ReplicatedLayout(world, arrangement)
+
+
+def warn_of_collectives(world: World, update: str, why_mesh_bound: str) -> None:
+    """Warn if the text of a compiled update of a sharded state has collectives."""
+    if not (found := sorted(set(COLLECTIVE_PATTERN.findall(update)))):
+        return
+    world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
+    if world.host_index == 0:
+        bits = (
+            f" The weights are equal within rounding only, whichever hosts are alive: {why_mesh_bound}."
+            if why_mesh_bound
+            else ""
+        )
+        logger.warning(
+            "the optimizer's update of a sharded state communicates between devices (%s): the committed state is "
+            "lost on all hosts if one dies in the update, and they go back to the last snapshot.%s "
+            "Element-wise optimizers, such as adamw, do not; clip with Numerics(clip_norm=)",
+            ", ".join(found),
+            bits,
+        )
 
 
 def _record_shard_sizes(world: World, state: TrainingState) -> None:

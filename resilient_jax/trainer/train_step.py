@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
+from jax.sharding import Sharding
 
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
@@ -367,10 +368,14 @@ def cast_parameters(variables: Variables, dtype: Any) -> Variables:  # noqa: ANN
 def make_zeros(abstract: Tree, placement: Placement) -> Tree:
     """Return zeros in these shapes, made on the host: without a program, a new generation compiles nothing."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.device_put(
-            np.zeros(leaf.shape, leaf.dtype), placement(jax.tree_util.keystr(path), leaf)
-        ),
-        abstract,
+        lambda path, leaf: make_zero(leaf, placement(jax.tree_util.keystr(path), leaf)), abstract
+    )
+
+
+def make_zero(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """Return an array of zeros, of which each host makes its shards."""
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index], dtype=leaf.dtype
     )
 
 

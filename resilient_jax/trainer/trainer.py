@@ -139,7 +139,7 @@ class Trainer:
         log_directory = check_log_directory(log_directory)
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
-        _check_planner(planner, parallelism, wrt)
+        _check_planner(planner, parallelism, wrt, early_stopping)
         _check_evaluation(evaluation, early_stopping, numerics)
         sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
         self._config = FitConfig(
@@ -254,11 +254,24 @@ class Trainer:
             loop.close()
 
 
+def _check_axes(
+    parallelism: Parallelism, planner: Planner | None, early_stopping: EarlyStopping | None
+) -> None:
+    """Refuse what replicas over given axes do not have."""
+    if parallelism.axes is None:
+        return
+    for name, given in (("planner", planner), ("early_stopping", early_stopping)):
+        if given is not None:
+            raise CallerError(
+                f"{name}: found it with parallelism axes={dict(parallelism.axes)}, expected one of the two"
+            )
+
+
 def _name_axes(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:
     """Return the axes of the mesh of a replica, in every generation."""
     if parallelism.pipeline is not None:
         return STAGE_AXES
-    if planner is not None:
+    if planner is not None or parallelism.axes is not None:
         return tuple(axis.value for axis in REPLICA_AXES)
     return tuple(name for name, _ in parallelism.replica_shape.axes) or (DATA_AXIS,)
 
@@ -291,11 +304,17 @@ def _check_seed(seed: int) -> None:
         raise CallerError(f"seed: found {seed}, expected an integer from 0 to 2**32 - 1")
 
 
-def _check_planner(planner: Planner | None, parallelism: Parallelism, wrt: Any) -> None:  # noqa: ANN401 - a filter
-    if planner is not None and wrt is not nnx.Param:
+def _check_planner(
+    planner: Planner | None,
+    parallelism: Parallelism,
+    wrt: Any,  # noqa: ANN401 - a filter
+    early_stopping: EarlyStopping | None,
+) -> None:
+    _check_axes(parallelism, planner, early_stopping)
+    if (planner is not None or parallelism.axes is not None) and wrt is not nnx.Param:
         raise CallerError(
-            "wrt: found a filter of parameters together with planner, expected one of them: plans are made for models "
-            "that are trained as a whole. Leave planner out, or freeze parameters in the optimizer: "
+            "wrt: found a filter of parameters together with planner or axes, expected one of them: these are for "
+            "models that are trained as a whole. Leave the other out, or freeze parameters in the optimizer: "
             "optax.multi_transform with optax.set_to_zero"
         )
     pipeline = parallelism.pipeline

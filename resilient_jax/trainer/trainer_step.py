@@ -74,7 +74,8 @@ class TrainerStep:
             CallerError: the state was given to a step.
         """
         _require_arrays(state)
-        self._loop.save(self._require_generation(), state, int(state.step))
+        generation = self._require_generation()
+        self._loop.save(generation, state, generation.layout.read_step(state))
 
     def evaluate(self, state: State) -> dict[str, float]:
         """Return the metrics of the trainer's evaluation.

@@ -149,6 +149,11 @@ class StepServices:
         committed.set_parts(committed.step)
 
     @property
+    def committed_step(self) -> int:
+        """The number of committed steps."""
+        return self._session.committed.step
+
+    @property
     def must_resume_from_parts(self) -> bool:
         """Whether this generation resumes from what members have in arrays that they keep, and has not yet."""
         return self._session.committed.parts_step is not None

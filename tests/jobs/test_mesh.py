@@ -16,10 +16,9 @@ from tests.support.patient_job import PatientJob
 from tests.support.reference_runs import share_run
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, read_logs
 
-SCRIPT = SCRIPTS / "mesh_loop.py"
+LOOP, TRAINER = SCRIPTS / "mesh_loop.py", SCRIPTS / "mesh_trainer.py"
 HOSTS = 4
 HOSTS_OF_REPLICA = 2
-STATE_BYTES = 4 * (2 * 64 * 64 + 64 + 1)
 PLACES = (
     FailPoint.BEFORE_MICROBATCH,
     FailPoint.BEFORE_LIMITS,
@@ -30,15 +29,16 @@ PLACES = (
 
 
 class MeshJob(TinyJob):
-    """A job of `mesh_loop.py`."""
+    """A job of `mesh_loop.py` or `mesh_trainer.py`."""
 
-    def __init__(self, work: Path, axes: str, words: Sequence[str]) -> None:
+    def __init__(self, work: Path, script: Path, axes: str, words: Sequence[str]) -> None:
+        self.script = script
         super().__init__(
             work,
             HOSTS,
             CONFIG_WITHOUT_STANDBYS,
             words=[f"hosts={HOSTS_OF_REPLICA}", f"axes={axes}", *words],
-            script=SCRIPT,
+            script=script,
         )
 
     def kill_at(self, place: FailPoint, victims: list[HostName]) -> None:
@@ -56,28 +56,28 @@ class MeshJob(TinyJob):
         rows = [row for rows in read_logs(self.work).values() for row in rows]
         total = max(row["step"] for row in rows) + 1
         assert {row["step"] for row in rows} == set(range(total))
-        expected = run_undisturbed(self.words, total)
+        expected = run_undisturbed(self.script, self.words, total)
         for row in rows:
             for box, digest in row["digests"].items():
                 assert digest == expected[row["step"]][box], (row["step"], box)
-            assert row["bytes"] <= 1.05 * STATE_BYTES / HOSTS_OF_REPLICA or not row["bytes"], (
+            assert row["bytes"] <= 1.05 * row["whole_bytes"] / HOSTS_OF_REPLICA or not row["bytes"], (
                 "no host has all of it"
             )
 
 
-def run_undisturbed(words: tuple[str, ...], total: int) -> dict[int, dict[str, str]]:
+def run_undisturbed(script: Path, words: tuple[str, ...], total: int) -> dict[int, dict[str, str]]:
     """Return the digest of each box after each step, of a job that has the hosts of one replica alone."""
 
     def run(folder: Path, steps: int) -> None:
         (folder / "stop").write_text(str(steps))
-        command = [str(SCRIPT), str(folder), *words]
+        command = [str(script), str(folder), *words]
         options = ["--devices-per-host", "2"]
         with PatientJob(
             command, num_hosts=HOSTS_OF_REPLICA, run_directory=folder / "run", options=options
         ) as job:
             assert job.wait(patience(60)) == 0, job.read_tail()
 
-    folder = share_run(["mesh_loop", *words], total, run)
+    folder = share_run([script.name, *words], total, run)
     expected: dict[int, dict[str, str]] = {}
     for rows in read_logs(folder).values():
         for row in rows:
@@ -93,17 +93,19 @@ def list_replicas(report: JobReport) -> list[list[HostName]]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "words"),
+    ("script", "axes", "words"),
     [
-        ("fsdp:4", []),
-        pytest.param("fsdp:2/tensor:2", ["general"], marks=pytest.mark.full),
-        pytest.param("fsdp:1/tensor:4", [], marks=pytest.mark.full),
+        pytest.param(LOOP, "fsdp:4", [], id="loop"),
+        pytest.param(TRAINER, "fsdp:2/tensor:2", ["evaluate", "save"], id="trainer"),
+        pytest.param(LOOP, "fsdp:2/tensor:2", ["general"], marks=pytest.mark.full, id="loop, general sums"),
+        pytest.param(LOOP, "fsdp:1/tensor:4", [], marks=pytest.mark.full, id="loop, tensor"),
+        pytest.param(TRAINER, "fsdp:4", [], marks=pytest.mark.full, id="trainer, fsdp"),
     ],
 )
 def test_hosts_of_replicas_on_several_hosts_die_anywhere_in_a_step(
-    tmp_path: Path, axes: str, words: list[str]
+    tmp_path: Path, script: Path, axes: str, words: list[str]
 ) -> None:
-    with MeshJob(tmp_path, axes, words) as job:
+    with MeshJob(tmp_path, script, axes, words) as job:
         report = job.wait_training(HOSTS)
         broken = next(replica for replica in list_replicas(report) if report.leader not in replica)
         for place in PLACES:

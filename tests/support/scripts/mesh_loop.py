@@ -146,9 +146,11 @@ def train(world: rj.World) -> None:
             state = update(state, gradients)
         world.commit(state, loss=float(loss))
         world.snapshot(state)
+        whole = sum(leaf.nbytes for leaf in state.values())
         here = sum(shard.data.nbytes for leaf in state.values() for shard in leaf.addressable_shards)
         with (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a") as file:
-            print(json.dumps({"step": step, "digests": describe(state), "bytes": here}), file=file)
+            row = {"step": step, "digests": describe(state), "bytes": here, "whole_bytes": whole}
+            print(json.dumps(row), file=file)
         time.sleep(PACE_S)
 
 

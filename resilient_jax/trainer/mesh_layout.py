@@ -1,0 +1,168 @@
+"""A training state in shards on the devices of each replica, which has hosts of its own: no host has all of it.
+
+Parameters, their gradients and the optimizer's state are on the mesh of all replicas, sharded over a replica's axes.
+A microbatch is a program on a replica's mesh. Its gradient stays in shards; each host adds up its own, and the hosts
+with the same shards add up theirs (`step.accumulation_layout`). The update needs no other host.
+
+Hosts that are too few for one more replica take part in what all hosts agree on, and have nothing of the state.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
+
+from resilient_jax.compile.ahead_of_time import CompilationJob
+from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.placements import Placement
+from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.step.resharding import replicate_over
+from resilient_jax.trainer.arrangement import Arrangement
+from resilient_jax.trainer.fit_result import TrainedModel
+from resilient_jax.trainer.state_layout import MeshShape, StateLayout, warn_of_collectives
+from resilient_jax.trainer.train_step import TrainStep, make_zero
+from resilient_jax.trainer.training_state import MicrobatchSums, StepSummary, TrainingState
+from resilient_jax.worker.world import World
+
+Tree = TypeVar("Tree")
+
+
+class MeshLayout(StateLayout):
+    """The state is on the mesh of all replicas, each of which has one copy in shards."""
+
+    def __init__(self, world: World, arrangement: Arrangement) -> None:
+        self._placement: Placement = arrangement.placement
+        super().__init__(world, self._placement, arrangement)
+        assert isinstance(self._placement.mesh, Mesh), "a generation's placement has devices"
+        self._mesh = self._placement.mesh
+        self._is_left_over = not self._mesh.local_devices
+        self._update: Compiled | None = None
+
+    @functools.cached_property
+    def _whole(self) -> Sharding:
+        """Where this host has what it has whole."""
+        if self._is_left_over:
+            return SingleDeviceSharding(self.world.local_devices[0])
+        return NamedSharding(Mesh(np.array(self._mesh.local_devices), ("local",)), P())
+
+    def restore(
+        self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
+    ) -> TrainingState:
+        """Return the state to continue from; an initial one is made in shards."""
+        return super().restore(functools.partial(self._init_in_shards, init), load)
+
+    def _init_in_shards(self, init: Callable[[], TrainingState]) -> TrainingState:
+        abstract = jax.eval_shape(init)
+        where = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self._placement(jax.tree_util.keystr(path), leaf), abstract
+        )
+        if not self._is_left_over:
+            return collective_thread.run(jax.jit(init, out_shardings=where))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.make_array_from_single_device_arrays(
+                leaf.shape, sharding, [], dtype=leaf.dtype
+            ),
+            abstract,
+            where,
+        )
+
+    def ravel(self, state: TrainingState) -> TrainingState:
+        """Return the state: no leaf is kept raveled."""
+        return state
+
+    def gather(self, tree: Tree) -> Tree:
+        """Return the leaves as they are: a replica computes with its shards."""
+        return tree
+
+    def gather_result(self, state: TrainingState) -> TrainedModel:
+        """Return no model: no host has all of it. It is in the last checkpoint."""
+        return TrainedModel(None, None)
+
+    def read_step(self, state: TrainingState) -> int:
+        """Return how many steps of a state are committed."""
+        return self.world.step_services.committed_step if self._is_left_over else int(state.step)
+
+    def read_learning_rate(self, state: TrainingState) -> dict[str, float]:
+        """Return the metric `learning_rate`; none where this host has nothing of the state."""
+        return {} if self._is_left_over else super().read_learning_rate(state)
+
+    def make_zeros(self, abstract: Tree) -> Tree:
+        """Return zeros in the shards of the sums; of what is whole, on this host's devices."""
+
+        def make(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:  # noqa: ANN401 - keys of a tree
+            sharding = self._placement(jax.tree_util.keystr(path), leaf)
+            return make_zero(leaf, self._whole if sharding.is_fully_replicated else sharding)
+
+        return jax.tree_util.tree_map_with_path(make, abstract)
+
+    def summarize(self, programs: TrainStep, sums: MicrobatchSums) -> tuple[StepSummary, dict[str, Any]]:
+        """Return the summary and the metrics, the same on all hosts: the norm is of squares that all add up."""
+        squares = self.world.all_reduce(self._add_squares(sums.gradients))
+        norm = np.sqrt(np.asarray(squares))
+        summary, metrics = programs.summarize(sums._replace(gradients=(norm,)))
+        # On no device: the update, on all devices of the mesh, takes numbers as they are.
+        return jax.tree.map(np.asarray, summary), metrics
+
+    def _add_squares(self, gradients: Any) -> np.ndarray:  # noqa: ANN401 - a tree
+        """Return float32[], the squares that this host is to add up: each element of the first replica once."""
+        by_device: dict[Device, list[jax.Array]] = {}
+        first = list(self._mesh.devices[0].flat)
+        for leaf in jax.tree.leaves(gradients):
+            if not leaf.sharding.is_fully_replicated:
+                boxes = leaf.sharding.devices_indices_map(leaf.shape)
+                owners = {str(boxes[device]): device for device in reversed(first)}
+                counted = set(owners.values())
+            else:
+                counted = {first[0]}
+            for shard in leaf.addressable_shards:
+                if shard.device in counted:
+                    by_device.setdefault(shard.device, []).append(shard.data)
+        found = [_sum_squares(arrays) for arrays in by_device.values()]
+        return np.asarray(sum(float(squares) for squares in found), np.float32)
+
+    def shard(self, tree: Tree) -> Tree:
+        """Return leaves on the mesh, and those that every host has replicated over it."""
+        if self._is_left_over:
+            return tree
+        everywhere = NamedSharding(self._mesh, P())
+        return jax.tree.map(
+            lambda leaf: replicate_over(leaf, everywhere) if leaf.sharding.is_fully_replicated else leaf,
+            tree,
+        )
+
+    def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
+        """Return the sums, with what is whole replicated over the mesh."""
+        return self.shard(sums), summary
+
+    def update(
+        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
+    ) -> TrainingState:
+        """Update each device's shards, once the last snapshot's copy is finished."""
+        if self._is_left_over:
+            return state
+        if self._update is None:
+            placement = self._placement.with_abstract_mesh()
+            self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
+            warn_of_collectives(self.world, self._update.as_text() or "", programs.why_mesh_bound)
+        self.world.wait_until_finished()
+        return self._update(state, sums, summary)
+
+    def snapshot(self, state: TrainingState) -> None:
+        """Take a snapshot, if one is due."""
+        self.world.snapshot(state)
+
+    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
+        """Yield nothing: what a replica runs stays the same, and sums in shards are not compiled ahead."""
+        yield from ()
+
+
+@jax.jit
+def _sum_squares(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.float32))) for array in arrays]).sum()
