@@ -162,11 +162,7 @@ class AccumulationLayout:
         spec, limits = self._spec, contributions.limits
         assert limits is not None
         leaves: list[Any] = list(self._zeros)
-        totals = [
-            self._treedef.flatten_up_to(part.total)
-            for part in contributions.parts.values()
-            if part.is_counted
-        ]
+        totals = [part.total for part in contributions.parts.values() if part.is_counted]
         if self.has_shards and self.rank is not None:
             arguments = self._merge(totals, self._in_shards, limits)
             run = partners.run if partners is not None else _run_alone
@@ -184,7 +180,7 @@ class AccumulationLayout:
             fit = self.make_row(self._measure_fit(contributions))
             found, fit = ExactReduce(self._live.grid)((total, fit), (like, fit), own_limits)
             misfits = np.any([find_misfits(row) for row in np.asarray(fit)], axis=0)
-        for position, leaf in zip(whole, found, strict=True):
+        for position, leaf in zip(whole, jax.tree.leaves(found), strict=True):
             leaves[position] = self._restore(leaf, self._zeros[position])
         paths = (
             list(itertools.compress(list_fixed_point_paths(spec, self.like), misfits))
@@ -199,14 +195,21 @@ class AccumulationLayout:
         return ExactReduce(self._holder_grid)(total, like, limits)
 
     def _merge(
-        self, totals: Sequence[Sequence[Any]], positions: Sequence[int], limits: np.ndarray
-    ) -> tuple[list[Any], list[jax.Array], np.ndarray]:
+        self, totals: Sequence[Tree], positions: Sequence[int], limits: np.ndarray
+    ) -> tuple[Tree, Tree, np.ndarray]:
         """Return the total of some leaves, these leaves as they are to be, and their limits."""
-        like = [jax.tree.leaves(self.like)[position] for position in positions]
+        like = self._select(self.like, positions)
         own_limits = limits[np.isin(self._fixed_positions, positions)]
-        parts = [reshard_total([leaves[position] for position in positions], like) for leaves in totals]
+        parts = [reshard_total(self._select(total, positions), like) for total in totals]
         # A host that has computed nothing takes part in the collective, too.
         return (merge_totals(parts) if parts else start_total(self._spec, like, own_limits)), like, own_limits
+
+    def _select(self, tree: Tree, positions: Sequence[int]) -> Tree:
+        """Return some leaves as a list; without shards these are all, in their tree: as programs are compiled ahead."""
+        if not self.has_shards:
+            return tree
+        leaves = self._treedef.flatten_up_to(tree)
+        return [leaves[position] for position in positions]
 
     @functools.cached_property
     def _fixed_positions(self) -> list[int]:
