@@ -25,10 +25,10 @@ bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a lin
 # What each tier is, and where a new test goes: tests/README.md. Python keeps the bytecode it compiles, because a test
 # starts many processes.
 RUN := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run.py
-test: $(VENV)/.installed-dev ## the tests, 15 minutes on two cores: no JAX, JAX, processes, four jobs
+test: $(VENV)/.installed-dev ## the tests, 12 minutes on two cores: no JAX, JAX, processes, four jobs
 	$(RUN) --said-by "make $@" pure jax process smoke
 
-test-jobs: $(VENV)/.installed-dev ## real jobs broken in each way, 40 minutes on two cores
+test-jobs: $(VENV)/.installed-dev ## real jobs broken in each way, 26 minutes on two cores
 	$(RUN) --said-by "make $@" jobs
 
 test-all: $(VENV)/.installed-dev ## all of it: products, campaigns, etcd, hundreds of examples, wrong programs; hours

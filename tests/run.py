@@ -37,7 +37,7 @@ SILENCE_S: Final = 120.0
 """Within so long some test ends, on an idle machine. Ten times as long without a word, and the tier hangs in C code,
 where no time-out of a test reaches it."""
 NEXT: Final = {
-    "make test": "make test-jobs: real jobs, broken in each way (40 minutes); make test-all: everything",
+    "make test": "make test-jobs: real jobs, broken in each way (26 minutes); make test-all: everything",
     "make test-jobs": "make test-all: all places x all deaths, campaigns, etcd, mutations of the code (hours)",
 }
 FILES_SHOWN: Final = 40
