@@ -6,6 +6,7 @@ calls a function; its end comes by a pipe of its own, as the exit code.
 """
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import importlib
@@ -78,6 +79,13 @@ class ForgedProcess:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        """Close the pipes: else Python warns of them, in whichever test it happens to collect them."""
+        for pipe in (self.stdin, self.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # nobody reads what is still in the buffer
+                    pipe.close()
 
     def _note_end(self) -> None:
         said = os.read(self._exit_pipe, 64)
