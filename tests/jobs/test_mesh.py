@@ -70,7 +70,7 @@ def run_undisturbed(script: Path, words: tuple[str, ...], total: int) -> dict[in
 
     def run(folder: Path, steps: int) -> None:
         (folder / "stop").write_text(str(steps))
-        command = [str(script), str(folder), *words]
+        command = [str(script), str(folder), *words, "pace=0"]
         options = ["--devices-per-host", "2"]
         with PatientJob(
             command, num_hosts=HOSTS_OF_REPLICA, run_directory=folder / "run", options=options

@@ -31,7 +31,7 @@ AXES = tuple(
 )
 MICROBATCHES = 6
 NEVER = 10**9
-PACE_S = 0.1
+PACE_S = float(OPTIONS.get("pace", 0.1))
 """Pause per step: all hosts of a test share two cores."""
 ROWS, WIDTH = 8, 64
 RATE = np.float32(0.05)

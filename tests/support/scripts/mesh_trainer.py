@@ -26,7 +26,7 @@ AXES = {
     name: int(size) for name, size in (part.split(":") for part in OPTIONS.get("axes", "fsdp:4").split("/"))
 }
 NEVER = 10**6
-PACE_S = 0.1
+PACE_S = float(OPTIONS.get("pace", 0.1))
 """Pause per step: all hosts of a test share two cores."""
 WIDTH = 64
 
