@@ -16,17 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Compiled
 
 from resilient_jax.compile.ahead_of_time import CompilationJob
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.sharding.placements import Placement
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.resharding import replicate_over
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
-from resilient_jax.trainer.state_layout import MeshShape, StateLayout, warn_of_collectives
+from resilient_jax.trainer.state_layout import InShards, MeshShape
 from resilient_jax.trainer.train_step import TrainStep, make_zero
 from resilient_jax.trainer.training_state import MicrobatchSums, StepSummary, TrainingState
 from resilient_jax.worker.world import World
@@ -34,16 +32,14 @@ from resilient_jax.worker.world import World
 Tree = TypeVar("Tree")
 
 
-class MeshLayout(StateLayout):
+class MeshLayout(InShards):
     """The state is on the mesh of all replicas, each of which has one copy in shards."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
-        self._placement: Placement = arrangement.placement
-        super().__init__(world, self._placement, arrangement)
+        super().__init__(world, arrangement.placement, arrangement)
         assert isinstance(self._placement.mesh, Mesh), "a generation's placement has devices"
         self._mesh = self._placement.mesh
         self._is_left_over = not self._mesh.local_devices
-        self._update: Compiled | None = None
 
     @functools.cached_property
     def _whole(self) -> Sharding:
@@ -144,19 +140,8 @@ class MeshLayout(StateLayout):
     def update(
         self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """Update each device's shards, once the last snapshot's copy is finished."""
-        if self._is_left_over:
-            return state
-        if self._update is None:
-            placement = self._placement.with_abstract_mesh()
-            self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
-            warn_of_collectives(self.world, self._update.as_text() or "", programs.why_mesh_bound)
-        self.world.wait_until_finished()
-        return self._update(state, sums, summary)
-
-    def snapshot(self, state: TrainingState) -> None:
-        """Take a snapshot, if one is due."""
-        self.world.snapshot(state)
+        """Update each device's shards; a host that is left over has none."""
+        return state if self._is_left_over else super().update(programs, state, sums, summary)
 
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield nothing: what a replica runs stays the same, and sums in shards are not compiled ahead."""

@@ -25,7 +25,7 @@ from resilient_jax.checkpoint.part_plan import HostPart, PartPlan, StoredState, 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
-from resilient_jax.sharding.placements import fully_sharded
+from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.sharding.raveled_array import ravel_leaves
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.shard_sizes import measure_shards
@@ -245,15 +245,39 @@ class ReplicatedLayout(StateLayout):
         yield from ()
 
 
-class ShardedLayout(StateLayout):
-    """Every host has its shards; snapshots have those of a dead host."""
+class InShards(StateLayout):
+    """Every device has its shards of the state, and updates them; snapshots have those of a dead host."""
+
+    def __init__(self, world: World, placement: Placement, arrangement: Arrangement) -> None:
+        super().__init__(world, placement, arrangement)
+        self._placement = placement
+        self._update: Compiled | None = None
+
+    def update(
+        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
+    ) -> TrainingState:
+        """Update each device's shards, once the last snapshot's copy is finished."""
+        if self._update is None:
+            placement = self._placement.with_abstract_mesh()
+            self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
+            warn_of_collectives(self.world, self._update.as_text() or "", programs.why_mesh_bound)
+        # The update donates the state, whose arrays the copy of a snapshot may still be reading.
+        self.world.wait_until_finished()
+        return self._update(state, sums, summary)
+
+    def snapshot(self, state: TrainingState) -> None:
+        """Take a snapshot, if one is due."""
+        self.world.snapshot(state)
+
+
+class ShardedLayout(InShards):
+    """The state is in shards over all hosts."""
 
     def __init__(self, world: World, arrangement: Arrangement, raveled: RaveledLeaves) -> None:
         # Not `world.mesh`, which ends a rehearsal: what runs on this mesh waits for no other host.
-        self._placement = fully_sharded(HostGrid(world.devices, world.host_index).mesh)
-        super().__init__(world, self._placement, arrangement)
+        placement = fully_sharded(HostGrid(world.devices, world.host_index).mesh)
+        super().__init__(world, placement, arrangement)
         self._raveled = raveled
-        self._update: Compiled | None = None
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
@@ -278,22 +302,6 @@ class ShardedLayout(StateLayout):
     def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
         """Return the sums as each device's shards, raveled where the state is."""
         return resharding.shard_tree((sums, summary), self._placement, self._raveled.sums)
-
-    def update(
-        self, programs: TrainStep, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
-    ) -> TrainingState:
-        """Update each device's shards, once the last snapshot's copy is finished."""
-        if self._update is None:
-            placement = self._placement.with_abstract_mesh()
-            self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
-            warn_of_collectives(self.world, self._update.as_text() or "", programs.why_mesh_bound)
-        # The update donates the state, whose arrays the copy of a snapshot may still be reading.
-        self.world.wait_until_finished()
-        return self._update(state, sums, summary)
-
-    def snapshot(self, state: TrainingState) -> None:
-        """Take a snapshot, if one is due."""
-        self.world.snapshot(state)
 
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield a job for each likely world: what gathers the state, cuts the sums, and updates."""
