@@ -312,7 +312,7 @@ class EventKind(enum.StrEnum):
     STATE_COPIED = "state.copied"
     """This host copied its state to host memory, for a new world or for other hosts. Detail: `bytes`, `seconds`."""
     STATE_FETCHED = "state.fetched"
-    """This host got the state from another host. Detail: `bytes`, `seconds`."""
+    """This host got the state from another host, or its shards from several. Detail: `bytes`, `seconds`."""
     STATE_SOURCE_FAILED = "state.source_failed"
     """A host did not serve the state; another is asked. Detail: `source`, `error`."""
     WORLD_LEFT = "world.left"
@@ -325,6 +325,9 @@ class EventKind(enum.StrEnum):
     STEP_REHEARSED = "step.rehearsed"
     """A worker that is about to join has loaded the programs of a step, while the others trained. Detail: `seconds`,
     and why not all of it was possible, if so: `problem`."""
+    STEP_REPEATED = "step.repeated"
+    """A worker that a failure met a little earlier than others finished a step that they had committed. Detail: `step`,
+    `seconds`."""
     WORLD_MEMBERS_MET = "world.members_met"
     """The members of a generation met in JAX's coordination service, before their first collective; with `live_nodes`
     only. Detail: `hosts` (their number), `seconds`."""

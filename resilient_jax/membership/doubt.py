@@ -68,7 +68,7 @@ def is_part_trusted(generation: Generation, report: WorkerReport) -> bool:
 def is_newest(generation: Generation, report: WorkerReport) -> bool:
     """Return whether what a worker has is of the step that the generation resumed from, or a later one."""
     # Those that a failure met between two commits catch up with the others.
-    behind = 1 if generation.state.is_state_in_parts else 0
+    behind = 1 if generation.state.is_in_parts else 0
     return report.held.step + behind >= generation.state.step
 
 

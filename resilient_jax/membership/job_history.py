@@ -223,7 +223,7 @@ def _note_first_step(state: MembershipState, now: float) -> MembershipState:
     if stalled_since_s is not None and history.step_s > 0:
         seconds = max(now - stalled_since_s - history.step_s, 0.0)
         is_restored = generation.state.state_loss is not None or (
-            generation.state.snapshot is not None and not generation.state.is_state_in_parts
+            generation.state.snapshot is not None and not generation.state.is_in_parts
         )
         change = TimedChange.RESTORE if is_restored else _find_timed_change(generation, memory)
         if change is not None:

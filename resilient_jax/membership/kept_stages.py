@@ -13,7 +13,7 @@ from resilient_jax.protocol.generation import Generation, GenerationPhase
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.recovery_records import RecoveryAction, RecoveryDecision
-from resilient_jax.protocol.state_records import StageLoss, StatePart
+from resilient_jax.protocol.state_records import StageLoss, StatePart, UnitKind
 
 MAX_GROUPS: Final = 8
 """Of hosts that are noted as long as no member has said in which order they are: that takes one step."""
@@ -45,7 +45,7 @@ def list_order(generation: Generation, kept: Collection[HostStatus]) -> tuple[Ho
 
 
 def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
-    """Return the hosts of replicas up to the generation that ends, oldest first; none where members have no parts.
+    """Return the hosts of replicas up to the generation that ends, oldest first; none where members have no blocks.
 
     Args:
         state: has the members as they were when the generation formed, unless that has been noted.
@@ -54,8 +54,9 @@ def list_groups(state: MembershipState) -> tuple[tuple[HostName, ...], ...]:
     # In one that is aborted while it forms, blocks have not moved yet.
     if generation.phase in (GenerationPhase.QUIESCE, GenerationPhase.FORM):
         return generation.shape.earlier_stage_hosts
-    has_parts = any(worker.report.held.part is not None for worker in list_live_workers(state))
-    if not has_parts and not generation.shape.earlier_stage_hosts:
+    parts = [worker.report.held.part for worker in list_live_workers(state)]
+    has_blocks = any(part is not None and part.kind is UnitKind.BLOCKS for part in parts)
+    if not has_blocks and not generation.shape.earlier_stage_hosts:
         return ()
     hosts = generation.shape.stage_hosts or tuple(member.host for member in generation.membership.members)
     return (*generation.shape.earlier_stage_hosts, hosts)[-MAX_GROUPS:]

@@ -13,7 +13,7 @@ from resilient_jax.membership.spare_hosts import choose_joiners
 from resilient_jax.membership.world_formation import can_change_in_place, keep_seats
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.slow_hosts import HostSpeeds
-from resilient_jax.protocol.state_records import NextMembers, are_parts_complete
+from resilient_jax.protocol.state_records import NextMembers, UnitKind, are_parts_complete
 
 LEAVING_COPY_TIMEOUT_S: Final = 10.0
 """Where a member is to leave: until then it trains on, slow or broken as it may be."""
@@ -33,8 +33,8 @@ def expect_members(
 ) -> NextMembers | None:
     """Return the members after a planned change, with hosts that are ready; None: no blocks are copied for them.
 
-    None are where the members have no parts of a state, or leave their world, in which copies are; or where those that
-    stay lack a part: then all read a snapshot, which is taken at the boundary.
+    None are where the members have no blocks, or leave their world, in which copies are; or where those that stay lack
+    some: then all read a snapshot, which is taken at the boundary.
 
     Args:
         state: the state as it is about to be; its members train.
@@ -47,6 +47,8 @@ def expect_members(
         return None
     parts = [status.worker.report.held.part for status in kept if status.worker is not None]
     if not are_parts_complete([part for part in parts if part is not None]):
+        return None
+    if any(part is not None and part.kind is not UnitKind.BLOCKS for part in parts):
         return None
     joiners = choose_joiners(state, kept, config)
     if not can_change_in_place(state, kept, joiners):

@@ -23,7 +23,14 @@ from resilient_jax.protocol.generation import Generation, GenerationPhase, Membe
 from resilient_jax.protocol.host_status import HostStatus
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.protocol.state_records import StateLoss, StateSource, are_parts_complete
+from resilient_jax.protocol.state_records import (
+    PartHolder,
+    StateLoss,
+    StatePart,
+    StateSource,
+    UnitKind,
+    are_parts_complete,
+)
 
 MAX_SOURCES: Final = 64
 """Of a generation; one is enough where no member has to fetch."""
@@ -50,7 +57,7 @@ class StateOrigin:
 
     step: int = 0
     sources: tuple[StateSource, ...] = ()
-    part_holders: tuple[HostName, ...] = ()
+    part_holders: tuple[PartHolder, ...] = ()
     snapshot: SnapshotPlan | None = None
 
     @property
@@ -66,11 +73,11 @@ def find_state_origin(
     holders = {s.host: s.worker for s in _holders_of(state.generation, kept, joiners) if s.worker}
     step = max((w.report.held.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
-    parts = _list_parts(kept) if are_parts_trusted(state.generation) else {}
-    parts_step = max(parts.values(), default=0)
+    parts = _list_parts(kept) if are_parts_trusted(state.generation) else ()
+    parts_step = max((holder.step for holder in parts), default=0)
     # At the same step the workers' wins: it is in device memory, and a snapshot must be read first.
     if parts and parts_step >= max(step, snapshot.id.step if snapshot is not None else 0):
-        return StateOrigin(step=parts_step, part_holders=tuple(parts), snapshot=snapshot)
+        return StateOrigin(step=parts_step, part_holders=parts, snapshot=snapshot)
     if snapshot is not None and (not holders or snapshot.id.step > step):
         return StateOrigin(step=snapshot.id.step, snapshot=snapshot)
     return StateOrigin(
@@ -83,21 +90,29 @@ def find_state_origin(
     )
 
 
-def _list_parts(kept: list[HostStatus]) -> dict[HostName, int]:
-    """Return the members with a part of the state, and the step of each; none if a part of it is on none of them.
+def _list_parts(kept: list[HostStatus]) -> tuple[PartHolder, ...]:
+    """Return the members with a part of the state; none if a part of it is on none of them.
 
     Those that a failure met between two commits are a step behind: no host commits before all have what they need for
-    it. Should they be further apart, they are no parts of one state.
+    it. Should they be further apart, they are no parts of one state. Nor are they if each host has shards of its own:
+    those of hosts that have not committed cannot be brought up to the step.
     """
-    reports = {
-        s.host: s.worker.report
-        for s in kept
-        if s.worker is not None and s.worker.report.held.part is not None and s.worker.report.held.step > 0
-    }
-    steps = {host: report.held.step for host, report in reports.items()}
-    is_one_state = bool(steps) and max(steps.values()) - min(steps.values()) <= 1
-    parts = [report.held.part for report in reports.values() if report.held.part is not None]
-    return steps if is_one_state and are_parts_complete(parts) else {}
+    holders = tuple(
+        PartHolder(
+            host=status.host,
+            endpoint=worker.report.endpoint,
+            step=worker.report.held.step,
+            part=StatePart(part.runs, part.num_units, kind=part.kind),
+        )
+        for status in kept
+        if (worker := status.worker) is not None
+        and (part := worker.report.held.part) is not None
+        and worker.report.held.step > 0
+    )
+    steps, kinds = {holder.step for holder in holders}, {holder.part.kind for holder in holders}
+    if not holders or len(kinds) > 1 or max(steps) - min(steps) > (UnitKind.HOSTS not in kinds):
+        return ()
+    return holders if are_parts_complete(holder.part for holder in holders) else ()
 
 
 def _reform(
@@ -187,7 +202,7 @@ def form_next_generation(
         built = _reform(state, kept, joiners, spare_seats)
         if isinstance(built, StartCoordinationService):
             return built
-    held = {*(source.host for source in origin.sources), *origin.part_holders}
+    held = {holder.host for holder in (*origin.sources, *origin.part_holders)}
     # If no member has the state there is none to fetch: it is read from a snapshot or storage, or made anew.
     receivers = tuple(m.host for m in built.membership.members if m.host not in held) if held else ()
     return change_fields(
@@ -198,7 +213,7 @@ def form_next_generation(
         step=origin.step,
         sources=_choose_sources(origin.sources, does_any_fetch=bool(receivers)),
         receivers=receivers,
-        is_state_in_parts=bool(origin.part_holders),
+        part_holders=origin.part_holders,
         snapshot=origin.snapshot,
         state_loss=None
         if origin.exists
@@ -302,7 +317,8 @@ def can_go_on_by_mail(
     that is not explained, where members have no state in parts, and not if one has needed a clique all the same.
     """
     generation = state.generation
-    is_step_under_way = generation.phase is GenerationPhase.QUIESCE and bool(origin.part_holders)
+    has_blocks = any(holder.part.kind is UnitKind.BLOCKS for holder in origin.part_holders)
+    is_step_under_way = generation.phase is GenerationPhase.QUIESCE and has_blocks
     has_failed = not generation.membership.service_address and generation.failures.attempts > 0
     return (
         is_step_under_way

@@ -53,6 +53,8 @@ class FailPoint(enum.StrEnum):
     """The reduction is about to begin: the other hosts wait inside it."""
     AFTER_REDUCE = "after_reduce"
     """The reduction is done, the update is not."""
+    AFTER_ALL_REDUCE = "after_all_reduce"
+    """`World.all_reduce` has its sum, such as a norm."""
     DURING_UPDATE = "during_update"
     """A stage of a pipeline has updated a unit of its state, and not yet the next one."""
     BEFORE_COMMIT = "before_commit"

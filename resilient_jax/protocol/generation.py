@@ -22,7 +22,7 @@ from resilient_jax.protocol.snapshots import (
     SnapshotPlan,
     VoidSnapshots,
 )
-from resilient_jax.protocol.state_records import NextMembers, StateLoss, StateSource
+from resilient_jax.protocol.state_records import NextMembers, PartHolder, StateLoss, StateSource
 
 
 class GenerationPhase(enum.StrEnum):
@@ -194,8 +194,8 @@ class ResumedState(RecordPart, frozen=True, kw_only=True):
         step: the newest step committed by any member when the generation was formed; the members resume from it.
         sources: members that have the state of `step`; of thousands only some.
         receivers: the members that must fetch that state from a source first.
-        is_state_in_parts: whether the members together have the state in memory, each a part: of `step`, or of one step
-            more or less, as members find out. Receivers have no part yet; there are no sources.
+        part_holders: the members that together have the state in memory, each a part: of `step`, or of one step less,
+            which they then finish first. Receivers have no part yet; there are no sources.
         snapshot: the snapshot that has the state of `step`, if members do not have it; then there are no sources. With
             a state in parts, the snapshot to go back to. None again once all members have resumed from it.
         state_loss: why the members resume from a checkpoint, or restart; None again once all members have resumed.
@@ -209,7 +209,7 @@ class ResumedState(RecordPart, frozen=True, kw_only=True):
     step: int = 0
     sources: tuple[StateSource, ...] = ()
     receivers: tuple[HostName, ...] = ()
-    is_state_in_parts: bool = False
+    part_holders: tuple[PartHolder, ...] = ()
     snapshot: SnapshotPlan | None = None
     state_loss: StateLoss | None = None
     trusted_step: int | None = None
@@ -217,6 +217,11 @@ class ResumedState(RecordPart, frozen=True, kw_only=True):
     void_snapshots: tuple[VoidSnapshots, ...] = ()
     protection: Protection = Protection()
     initial_generation: GenerationNumber = GenerationNumber(0)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether members have the state in memory, each a part."""
+        return bool(self.part_holders)
 
 
 class FailedAttempts(RecordPart, frozen=True, kw_only=True):

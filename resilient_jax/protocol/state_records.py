@@ -1,5 +1,6 @@
 """Where the state of a job is: on a member, in parts on all of them, or lost from all memory."""
 
+import enum
 from collections.abc import Collection, Iterable
 from typing import Final, Self
 
@@ -83,12 +84,24 @@ class StageOutlook(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class UnitKind(enum.StrEnum):
+    """What the units are that a state is divided into."""
+
+    BLOCKS = "blocks"
+    """Of a model that is cut into the stages of a pipeline."""
+    RANKS = "ranks"
+    """What the hosts with one rank have, each in its replica. Those of all replicas have the same."""
+    HOSTS = "hosts"
+    """What one host has of a state that is sharded over all of them."""
+
+
 class StatePart(msgspec.Struct, frozen=True):
     """What one worker has in memory of a state that is divided into units, such as the blocks of a model.
 
     Attributes:
         runs: the units that the worker has, as ranges (first, end), ascending.
         num_units: units of the state; the same on every host.
+        kind: what they are; the same on every host.
         generation: generation in which this worker had the part last.
         losses: from the first three members: what the loss of each host of that generation, or of two, would make of
             the pipeline.
@@ -102,9 +115,10 @@ class StatePart(msgspec.Struct, frozen=True):
     losses: tuple[StageLoss, ...] = ()
     outlook: StageOutlook | None = None
     order: tuple[HostName, ...] = ()
+    kind: UnitKind = UnitKind.BLOCKS
 
     @classmethod
-    def from_units(cls, units: Iterable[int], num_units: int) -> Self:
+    def from_units(cls, units: Iterable[int], num_units: int, kind: UnitKind = UnitKind.BLOCKS) -> Self:
         """Return the part that has these units.
 
         >>> StatePart.from_units([0, 1, 5], 6).runs
@@ -116,7 +130,19 @@ class StatePart(msgspec.Struct, frozen=True):
                 runs[-1] = (runs[-1][0], unit + 1)
             else:
                 runs.append((unit, unit + 1))
-        return cls(tuple(runs), num_units)
+        return cls(tuple(runs), num_units, kind=kind)
+
+
+class PartHolder(StateSource, frozen=True, kw_only=True):
+    """A member that has a part of the state, when a generation is formed.
+
+    Attributes:
+        step: steps of the state that the part is of.
+        part: the part; what the loss of hosts would make of the state is left out.
+    """
+
+    step: int
+    part: StatePart
 
 
 def are_parts_complete(parts: Iterable[StatePart]) -> bool:

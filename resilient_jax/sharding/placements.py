@@ -13,7 +13,8 @@ from typing import Final, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.sharding.raveled_array import RaveledArray, is_raveled
@@ -23,8 +24,22 @@ MIN_SHARDED_SIZE: Final = 1024
 """Elements of a leaf that is worth sharding: below it, names and offsets of shards outweigh their contents. Elements
 and not bytes, so that a gradient is sharded as its parameter is, whatever their dtypes."""
 
+REPLICA_AXIS: Final = "replica"
+"""The axis over replicas, the first one of a mesh that has all of them."""
+
 ParameterSpecs = tuple[tuple[str, tuple[int, ...], P], ...]
 """Path, shape and spec of each parameter."""
+
+
+def make_zero(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """Return an array of zeros, of which each host makes its shards.
+
+    Not by `jax.device_put`, which compares what all hosts of a sharding put, by a collective for each array.
+    """
+    zero = np.zeros((), leaf.dtype)
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: np.broadcast_to(zero, leaf.shape)[index], dtype=leaf.dtype
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ offsets. The bytes are read in pieces, each with its digest, from several worker
 """
 
 import bisect
+import copy
 import dataclasses
 import functools
 import math
@@ -117,6 +118,13 @@ class StateOffer:
         )
         id = SnapshotId(state.step, generation)
         return cls(id, host, [leaf.spec for leaf in state.leaves], boxes, state.strings)
+
+    def for_generation(self, generation: GenerationNumber) -> "StateOffer":
+        """Return the same, with the same memory, for another generation that continues from the state."""
+        found = copy.copy(self)
+        id = msgspec.structs.replace(self.part.id, generation=generation)
+        found.part = msgspec.structs.replace(self.part, id=id)
+        return found
 
     def view(self, offset: int, length: int) -> memoryview:
         """Return bytes of a slice.

@@ -20,7 +20,7 @@ from resilient_jax.state.flat_state import (
     make_abstract_state,
 )
 from resilient_jax.state.leaf_kinds import HOST_KINDS, place_value
-from resilient_jax.state.tree_match import MatchedLeaf, list_leaf_specs, match_tree
+from resilient_jax.state.tree_match import MatchedLeaf, MatchedTree, list_leaf_specs, match_tree
 
 Tree = TypeVar("Tree")
 EXPECTED_STATE: Final = "the state that the init function makes. Commit the same tree that init makes"
@@ -43,7 +43,33 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
     return _restore(abstract, state, sharding, is_initial=False)
 
 
+def is_here(abstract: object, state: FlatState, sharding: ShardingRule | None) -> bool:
+    """Return whether this host has all that it needs of a state in shards to place it, where it needs it.
+
+    Raises:
+        StateError: as `restore_state`.
+    """
+    return all(_is_here(leaf.value, wanted) for leaf, wanted in _match(abstract, state, sharding)[0])
+
+
+def _is_here(value: jax.Array | np.ndarray, wanted: MatchedLeaf) -> bool:
+    if isinstance(value, np.ndarray) or wanted.sharding is None:
+        return True
+    # Also on no device of this host, which needs nothing of it then.
+    is_whole = value.is_fully_replicated and bool(value.addressable_shards)
+    is_same_shape = value.shape == _find_shape(wanted, wanted.sharding)
+    return value.is_fully_addressable or is_whole or (is_same_shape and _has_shards(value, wanted.sharding))
+
+
 def _restore(abstract: Tree, state: FlatState, sharding: ShardingRule | None, *, is_initial: bool) -> Tree:
+    pairs, matched = _match(abstract, state, sharding, is_initial=is_initial)
+    return matched.build([_place(leaf, wanted) for leaf, wanted in pairs])
+
+
+def _match(
+    abstract: Tree, state: FlatState, sharding: ShardingRule | None, *, is_initial: bool = False
+) -> tuple[list[tuple[FlatLeaf, MatchedLeaf]], MatchedTree[Tree]]:
+    """Return the leaves of a state beside those of the wanted tree, and that tree."""
     leaves = {leaf.path: leaf for leaf in state.leaves}
     matched = match_tree(
         abstract,
@@ -54,7 +80,7 @@ def _restore(abstract: Tree, state: FlatState, sharding: ShardingRule | None, *,
         expected=EXPECTED_STATE,
         is_initial=is_initial,
     )
-    return matched.build([_place(leaves[wanted.spec.path], wanted) for wanted in matched.leaves])
+    return [(leaves[wanted.spec.path], wanted) for wanted in matched.leaves], matched
 
 
 def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
@@ -129,16 +155,22 @@ def _find_shape(wanted: MatchedLeaf, sharding: Sharding) -> tuple[int, ...]:
 
 def _move_shards(value: jax.Array, sharding: Sharding) -> jax.Array | None:
     """Return the array with another sharding, made of the same shards; None: they do not fit."""
-    shards = {shard.device: (shard.index, shard.data) for shard in value.addressable_shards}
+    if not _has_shards(value, sharding):
+        return None
+    shards = {shard.device: shard.data for shard in value.addressable_shards}
     wanted = sharding.addressable_devices_indices_map(value.shape)
-    if all(
-        device in shards and _is_same_index(shards[device][0], index, value.shape)
-        for device, index in wanted.items()
-    ):
-        return jax.make_array_from_single_device_arrays(
-            value.shape, sharding, [shards[device][1] for device in wanted], dtype=value.dtype
-        )
-    return None
+    return jax.make_array_from_single_device_arrays(
+        value.shape, sharding, [shards[device] for device in wanted], dtype=value.dtype
+    )
+
+
+def _has_shards(value: jax.Array, sharding: Sharding) -> bool:
+    """Return whether each of this host's devices has the shard of an array that it has with another sharding."""
+    indexes = {shard.device: shard.index for shard in value.addressable_shards}
+    return all(
+        device in indexes and _is_same_index(indexes[device], index, value.shape)
+        for device, index in sharding.addressable_devices_indices_map(value.shape).items()
+    )
 
 
 def _is_same_index(one: tuple[slice, ...], other: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, PeerUnreachable
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.state.flat_state import is_in_shards
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, list_holders
@@ -166,9 +166,12 @@ class AccumulationLayout:
         if self.has_shards and self.rank is not None:
             arguments = self._merge(totals, self._in_shards, limits)
             run = partners.run if partners is not None else _run_alone
+            contributions.shard_sums = None
             found = run(self._holders[self.rank], self._add_up_shards, *arguments)
             for position, leaf in zip(self._in_shards, found, strict=True):
                 leaves[position] = self._restore(leaf, self._zeros[position])
+            # Before what is whole is added up: see the order above.
+            contributions.shard_sums = jax.block_until_ready([leaves[p] for p in self._in_shards])
         whole = [position for position in range(len(leaves)) if position not in set(self._in_shards)]
         # The hosts of a replica have computed the same.
         total, like, own_limits = self._merge(totals if self.rank == 0 else [], whole, limits)
@@ -188,6 +191,27 @@ class AccumulationLayout:
             else []
         )
         return self._treedef.unflatten(leaves), paths
+
+    def join(self, shard_sums: Sequence[jax.Array] | None, whole: Sequence[Any]) -> Tree:
+        """Return a sum of its leaves in shards, as `add_up` keeps them, and of those that are whole.
+
+        Raises:
+            PeerUnreachable: the sum has shards, and they are not here.
+        """
+        leaves: list[Any] = list(self._zeros)
+        if self.has_shards and self.rank is not None:
+            if shard_sums is None:
+                raise PeerUnreachable(
+                    f"accumulation {self._spec.name!r} of step {self._spec.step}: this host has no sums of its shards"
+                )
+            for position, leaf in zip(self._in_shards, shard_sums, strict=True):
+                leaves[position] = leaf
+        others = [position for position in range(len(leaves)) if position not in set(self._in_shards)]
+        like = jax.tree.leaves(self.like)
+        for position, value in zip(others, whole, strict=True):
+            leaf = jax.device_put(np.asarray(value), like[position].sharding)
+            leaves[position] = self._restore(leaf, self._zeros[position])
+        return self._treedef.unflatten(leaves)
 
     def _add_up_shards(self, total: list[Any], like: list[jax.Array], limits: np.ndarray) -> list[jax.Array]:
         if self._spec.reduction == "fast":

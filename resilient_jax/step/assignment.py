@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -244,19 +244,36 @@ def count_devices_by_host(devices: Iterable[DeviceOfProcess]) -> tuple[int, ...]
     return tuple(counts[index] for index in sorted(counts))
 
 
+class HeldRanks(NamedTuple):
+    """Which hosts have which shards of a state that each replica has over its hosts, before they form replicas anew.
+
+    Attributes:
+        num_ranks: hosts of a replica, as it was.
+        by_host: for each live host the rank of the shards that it has; None: it has none.
+    """
+
+    num_ranks: int
+    by_host: tuple[int | None, ...]
+
+
 def locate_replicas(
-    seats: Sequence[int], shape: ReplicaShape, device_counts: Sequence[int]
+    seats: Sequence[int],
+    shape: ReplicaShape,
+    device_counts: Sequence[int],
+    held: HeldRanks | None = None,
 ) -> tuple[ReplicaLocation, ...]:
     """Return the replicas that the live hosts can form.
 
     Hosts of neighboring seats are a replica, and stay together as long as none of them is lost: nothing is compiled
-    again for them. The survivors of the others, and hosts that came later, are grouped in order of their seats. Some
-    hosts may be left over.
+    again for them. The survivors of the others, and hosts that came later, are grouped in order of their seats; where
+    they have shards, so that as many as can be keep their ranks, and the fewest shards move. Some hosts may be left
+    over.
 
     Args:
         seats: where the live hosts are in the world, ascending; after a change in place there are gaps.
         shape: what each replica spans.
         device_counts: number of devices of each live host, in the same order.
+        held: the shards that they have; None, or of replicas of another shape: these do not matter.
 
     Raises:
         CallerError: not enough hosts, or devices, for a single replica.
@@ -282,10 +299,33 @@ def locate_replicas(
     by_block: dict[int, list[int]] = {}
     for host in usable:
         by_block.setdefault(seats[host] // shape.hosts, []).append(host)
-    intact = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
-    rest = [host for block in by_block.values() if len(block) < shape.hosts for host in block]
-    regrouped = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
+    ranks = held.by_host if held is not None and held.num_ranks == shape.hosts else (None,) * len(seats)
+    intact = [
+        tuple(block)
+        for block in by_block.values()
+        if len(block) == shape.hosts and all(ranks[host] in (None, rank) for rank, host in enumerate(block))
+    ]
+    placed = {host for block in intact for host in block}
+    regrouped = _regroup([host for host in usable if host not in placed], ranks, shape.hosts)
     return tuple(ReplicaLocation(hosts, 0, width) for hosts in sorted([*intact, *regrouped]))
+
+
+def _regroup(hosts: Sequence[int], ranks: Sequence[int | None], num_ranks: int) -> list[tuple[int, ...]]:
+    """Return as many replicas of hosts as there can be, with as few hosts as possible that get another rank.
+
+    Hosts without shards come before those that would have to change theirs; those with the highest numbers are left
+    over.
+    """
+    num_replicas = len(hosts) // num_ranks
+    columns = [[host for host in hosts if ranks[host] == rank][:num_replicas] for rank in range(num_ranks)]
+    placed = {host for column in columns for host in column}
+    others = sorted((host for host in hosts if host not in placed), key=lambda host: ranks[host] is not None)
+    # In turn by replica, so that without shards neighbors stay together.
+    for row in range(num_replicas):
+        for column in columns:
+            if len(column) <= row:
+                column.append(others.pop(0))
+    return list(zip(*columns, strict=True))
 
 
 def list_holders(locations: Sequence[ReplicaLocation]) -> tuple[tuple[int, ...], ...]:

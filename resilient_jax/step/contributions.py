@@ -55,6 +55,8 @@ class Contributions:
         replica_shape: the shape of the replicas that have computed them.
         rank: number of this host among those of its replica, where totals are in shards; see `AccumulationLayout`.
         limits: int32[leaves in fixed point]; None while they are not known. Without them no part is a total.
+        shard_sums: this host's shards of the sum over all hosts, from when they are added up until the commit; None:
+            they are not, or the sum has no shards.
     """
 
     spec: AccumulationSpec
@@ -62,6 +64,7 @@ class Contributions:
     replica_shape: ReplicaShape = dataclasses.field(default_factory=ReplicaShape)
     rank: int | None = 0
     limits: np.ndarray | None = None
+    shard_sums: list[Any] | None = None
     _waiting_numbers: Iterator[int] = dataclasses.field(
         default_factory=lambda: itertools.count(-1, -1), init=False, repr=False, compare=False
     )
@@ -69,7 +72,7 @@ class Contributions:
     def clear(self) -> None:
         """Drop everything: of the step in flight nothing counts as accumulated here."""
         self.parts.clear()
-        self.limits = None
+        self.limits = self.shard_sums = None
 
     def drop_totals(self) -> None:
         """Drop totals, and the limits that they were made with; single microbatches stay."""
@@ -123,6 +126,7 @@ class Contributions:
         """Copy every total to host memory, before the devices' backend is destroyed."""
         # First, because to copy an array that was donated, or whose collective broke, would raise.
         self.drop_unusable()
+        self.shard_sums = None  # the step that needs them is finished before
         # np.array copies. On CPU np.asarray would be a view of a buffer that the backend owns.
         self._replace(
             {

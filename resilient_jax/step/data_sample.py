@@ -1,4 +1,4 @@
-"""Digests of a microbatch that all hosts read, to notice data that are no pure function of seed, step and index.
+"""What hosts read of a step. Digests of a microbatch that all read, to notice data that are not the same in each read.
 
 Work is done again after a failure, by any host, so every host must read the same arrays for the same step and index.
 In steps in which hosts compare, all of them read one microbatch of the step. A `Prefetcher` has read it before, and
@@ -8,19 +8,25 @@ call is traced (`traced_call`), with what it has read.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
 import numpy as np
 
-from resilient_jax.data.microbatch_rows import ALL_ROWS
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.state.array_digest import add_array
 from resilient_jax.state.state_digest import DIGEST_WORDS, make_no_digest
+from resilient_jax.step.assignment import AccumulationSpec, Assignment, replica_speeds
 from resilient_jax.step.batch_source import BatchSource
+from resilient_jax.step.quotas import distribute_microbatches
+from resilient_jax.step.replicas import Replica
 
 DigestFunction = Callable[[int, int], np.ndarray]
 """Reads the microbatch of (step, index), and returns its digest, int32[DIGEST_WORDS]."""
+COMPARISON_INTERVAL_STEPS: Final = 64
+"""Steps between two comparisons of the hosts' states, that of the initial state first, and of what they read as the
+same microbatch. To digest a state reads it once: less than a thousandth of the time of so many steps."""
 STEPS_BACK: Final = 2
 """A microbatch of so many steps ago is kept by nobody: each call reads it anew."""
 
@@ -77,3 +83,28 @@ def digest_batch(batch: Any) -> np.ndarray:  # noqa: ANN401 - a user's tree
             raise TypeError(f"found Python objects at {jax.tree_util.keystr(path)}, expected an array")
         add_array(digest, jax.tree_util.keystr(path), leaf)
     return np.frombuffer(digest.digest(), np.int32)
+
+
+def announce_reads(
+    data: BatchSource,
+    spec: AccumulationSpec,
+    assignment: Assignment,
+    replicas: dict[int, Replica],
+    speeds: np.ndarray,
+) -> None:
+    """Announce what this host reads in this step, and in the next step if no host dies."""
+    all_indexes = range(spec.num_microbatches)
+    next_step = distribute_microbatches(all_indexes, replica_speeds(assignment.locations, speeds))
+
+    def list_reads(step: int, by_replica: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, RowPart]]:
+        for number, replica in replicas.items():
+            for index in by_replica[number]:
+                yield step, index, replica.data_shard
+
+    # A host alone reads its sample twice, so not ahead: both reads would return what was read once.
+    is_sampled = (spec.step + 1) % COMPARISON_INTERVAL_STEPS == 0 and len(speeds) > 1
+    sample = DataSample.choose(spec.step + 1, spec.num_microbatches, len(speeds))
+    sampled = [(sample.step, sample.index, ALL_ROWS)] * is_sampled
+    data.expect(
+        [*list_reads(spec.step, assignment.by_replica), *sampled, *list_reads(spec.step + 1, next_step)]
+    )

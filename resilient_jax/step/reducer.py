@@ -14,9 +14,9 @@ A host that dies after the reduction takes nothing with it: the others have the 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from resilient_jax.compile.training_threads import mark_training_thread
-from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.errors import CallerError
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.host_exchange import CollectiveExchange
@@ -40,18 +39,23 @@ from resilient_jax.step.accumulation_layout import AccumulationLayout
 from resilient_jax.step.assignment import (
     AccumulationSpec,
     Assignment,
+    HeldRanks,
     ReplicaLocation,
     ReplicaShape,
     assign_microbatches,
     locate_replicas,
-    replica_speeds,
 )
 from resilient_jax.step.audit import Audit
 from resilient_jax.step.auditor import Auditor, OwnResults
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.claims import Claims, HostClaims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
-from resilient_jax.step.data_sample import DataSample, DigestFunction
+from resilient_jax.step.data_sample import (
+    COMPARISON_INTERVAL_STEPS,
+    DataSample,
+    DigestFunction,
+    announce_reads,
+)
 from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.fixed_point_sum import choose_limits
 from resilient_jax.step.host_grid import LiveHosts
@@ -65,7 +69,6 @@ from resilient_jax.step.microbatch_accumulator import (
     StepHooks,
 )
 from resilient_jax.step.microbatch_program import choose_digest_function, describe_programs
-from resilient_jax.step.quotas import distribute_microbatches
 from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica, build_replicas, make_replica_mesh
@@ -78,9 +81,6 @@ from resilient_jax.step.watch_report import WatchReport
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
-COMPARISON_INTERVAL_STEPS: Final = 64
-"""Steps between two comparisons of the hosts' states, that of the initial state first, and of what they read as the
-same microbatch. To digest a state reads it once: less than a thousandth of the time of so many steps."""
 
 
 class Reducer:
@@ -96,6 +96,7 @@ class Reducer:
 
     Attributes:
         partners: the other hosts of this host's replicas; None: this host is alone, or rehearses.
+        held_ranks: see `locate_replicas`.
         owners: index of the host whose total has it, for each microbatch of the last accumulation.
         lone_microbatch: the one of the last accumulation, see `MicrobatchAccumulator`.
         watch: the argument; steps that are made elsewhere use it, too.
@@ -116,6 +117,7 @@ class Reducer:
     ) -> None:
         self.throttle: DeviceThrottle | None = None
         self.partners: ReplicaPartners | None = None
+        self.held_ranks: HeldRanks | None = None
         self._max_microbatches = max_microbatches
         self._auditor = auditor
         self.watch = watch
@@ -139,7 +141,8 @@ class Reducer:
         return LiveHosts.from_devices(self._list_devices(), self._process_index)
 
     @property
-    def _exchange(self) -> CollectiveExchange:
+    def exchange(self) -> CollectiveExchange:
+        """How hosts tell each other small things."""
         return CollectiveExchange(self._live.host_index, len(self._live.process_indexes), self.all_reduce)
 
     def locate_replicas(self, shape: ReplicaShape) -> tuple[ReplicaLocation, ...]:
@@ -165,9 +168,8 @@ class Reducer:
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             live = self._live
-            locations = locate_replicas(
-                self._live.seats, shape, [len(devices) for devices in live.devices_by_host]
-            )
+            device_counts = [len(devices) for devices in live.devices_by_host]
+            locations = locate_replicas(self._live.seats, shape, device_counts, self.held_ranks)
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
         return self._replicas[shape]
@@ -175,7 +177,7 @@ class Reducer:
     def _meet_partners(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         locations, replicas = self._arrange(shape)
         if self.partners is not None:
-            self.partners.prepare(locations, replicas, self._live.seats, self._exchange)
+            self.partners.prepare(locations, replicas, self._live.seats, self.exchange)
         return locations, replicas
 
     def all_reduce(self, tree: Tree) -> Tree:
@@ -240,13 +242,13 @@ class Reducer:
         digest_read = choose_digest_function(compute_fn, data, typical_replica, spec.num_microbatches)
         claims = self._exchange_claims(contributions, layout, digest_read)
         if self.watch is not None:
-            self.watch.look(spec, claims.watched, self._exchange, self._prepare_links)
+            self.watch.look(spec, claims.watched, self.exchange, self._prepare_links)
         self._resume_limits(contributions, layout, claims)
         speeds = self._speeds.choose(spec, claims.seconds, locations)
         assignment = assign_microbatches(locations, claims.microbatches > 0, speeds)
         if data is not None:
-            _announce_reads(data, spec, assignment, replicas, speeds)
-        audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self._exchange)
+            announce_reads(data, spec, assignment, replicas, speeds)
+        audits = () if self._auditor is None else self._auditor.draw(spec, assignment, self.exchange)
         compute = compute_fn if self.throttle is None else self.throttle.wrap(compute_fn)
         accumulator = MicrobatchAccumulator(compute, spec, layout, data, self._hooks, self._turns, audits)
         accumulator.partners = self.partners
@@ -263,9 +265,27 @@ class Reducer:
             jax.block_until_ready(total)
         if self.watch is not None:
             self.watch.add_wait(spec, time.monotonic() - began_s)
-        self._hooks.raise_if_ended()
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
+        self._hooks.raise_if_ended()
         return total, misfits
+
+    def repeat(
+        self, spec: AccumulationSpec, zeros: Tree, replica_shape: ReplicaShape, found: Sequence[Any]
+    ) -> Tree:
+        """Return the sum of an accumulation that other hosts have finished, of this host's shards and what they found.
+
+        Args:
+            found: what `World` has kept of the accumulation: sums of what is whole, and the owners of microbatches.
+
+        Raises:
+            PeerUnreachable: sums of shards are not here.
+        """
+        *whole, owners = found
+        self.owners, self.lone_microbatch = tuple(np.asarray(owners).tolist()), None
+        layout = AccumulationLayout(spec, zeros, self.locate_replicas(replica_shape), self._live)
+        kept = self._kept.get(spec.name)
+        sums = kept.shard_sums if kept is not None and kept.spec.step == spec.step else None
+        return layout.join(sums, whole)
 
     def _resume_limits(
         self, contributions: Contributions, layout: AccumulationLayout, claims: Claims
@@ -327,7 +347,7 @@ class Reducer:
         spec: AccumulationSpec,
     ) -> None:
         """Return if all hosts accumulate the same; else this host leaves the job, or the job ends."""
-        exchange = self._exchange
+        exchange = self.exchange
         differing = None if exchange.num_hosts == 1 else find_differing_hosts(lines, describe(), exchange)
         if differing is None:
             return
@@ -365,7 +385,7 @@ class Reducer:
             claims = (
                 self._compare_hosts(own, spec, digest_read)
                 if is_compared
-                else Claims.gather(self._exchange, own)
+                else Claims.gather(self.exchange, own)
             )
             self._exchanged.add(spec.name)
         else:
@@ -389,7 +409,7 @@ class Reducer:
         own = msgspec.structs.replace(own, data_digest=tuple(reads[0].tolist()))
         if num_hosts > 1 and spec.step not in self._compared_steps.values():
             own = msgspec.structs.replace(own, state_digest=tuple(self._hooks.digest_state().tolist()))
-        claims = Claims.gather(self._exchange, own)
+        claims = Claims.gather(self.exchange, own)
         self._compared_steps[spec.name] = spec.step
         self._hooks.compare_states(claims.state_digest)
         self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else reads)
@@ -458,29 +478,4 @@ class Reducer:
             compute=lambda number, index: accumulator.compute_digest(replicas[number], index),
             doubt=lambda: self._kept.pop(spec.name, None),
         )
-        self._auditor.run(audits, spec, assignment, own, self._exchange)
-
-
-def _announce_reads(
-    data: BatchSource,
-    spec: AccumulationSpec,
-    assignment: Assignment,
-    replicas: dict[int, Replica],
-    speeds: np.ndarray,
-) -> None:
-    """Announce what this host reads in this step, and in the next step if no host dies."""
-    all_indexes = range(spec.num_microbatches)
-    next_step = distribute_microbatches(all_indexes, replica_speeds(assignment.locations, speeds))
-
-    def list_reads(step: int, by_replica: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, RowPart]]:
-        for number, replica in replicas.items():
-            for index in by_replica[number]:
-                yield step, index, replica.data_shard
-
-    # A host alone reads its sample twice, so not ahead: both reads would return what was read once.
-    is_sampled = (spec.step + 1) % COMPARISON_INTERVAL_STEPS == 0 and len(speeds) > 1
-    sample = DataSample.choose(spec.step + 1, spec.num_microbatches, len(speeds))
-    sampled = [(sample.step, sample.index, ALL_ROWS)] * is_sampled
-    data.expect(
-        [*list_reads(spec.step, assignment.by_replica), *sampled, *list_reads(spec.step + 1, next_step)]
-    )
+        self._auditor.run(audits, spec, assignment, own, self.exchange)

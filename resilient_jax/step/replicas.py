@@ -7,7 +7,7 @@ the result back. Nothing is moved, and what is sharded over the axes of a replic
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.placements import REPLICA_AXIS
 from resilient_jax.step.assignment import ReplicaLocation, ReplicaShape
 
 Tree = TypeVar("Tree")
-REPLICA_AXIS: Final = "replica"
-"""The axis over replicas, of a mesh that has all of them."""
 _shards_lock = threading.Lock()
 """Held while the shards of an array are read. JAX makes the list of shards at the first read, and of two threads that
 read at once (the replicas of a host, the same parameters) one may see half the list, or each shard twice. Seen in jax

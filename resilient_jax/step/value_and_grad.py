@@ -25,6 +25,7 @@ from resilient_jax.data.function_data import FunctionData
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
 from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.errors import CallerError
+from resilient_jax.sharding.placements import make_zero
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.loss_gradient import differentiate_loss
 from resilient_jax.step.microbatch_accumulator import ComputeFunction, Microbatch
@@ -405,7 +406,7 @@ def _choose_loss_sharding(params: Tree) -> Sharding:
 
 
 def _make_zeros(leaf: Any, sharding: Sharding) -> jax.Array:  # noqa: ANN401 - an array or its shape
-    return jax.device_put(np.zeros(leaf.shape, _widen(leaf.dtype)), sharding)
+    return make_zero(jax.ShapeDtypeStruct(leaf.shape, _widen(leaf.dtype)), sharding)
 
 
 def _widen(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one

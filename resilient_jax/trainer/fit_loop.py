@@ -337,6 +337,8 @@ class FitLoop:
 
     def _is_stopped(self, world: World, step: int) -> bool:
         """Return whether some host stopped training at this step; its callback may not be called again."""
+        if world.is_repetition:
+            return False  # others have made the step that it finishes
         mine = self._stop is not None and self._stop[0] == step
         num_stopped = int(world.all_reduce(np.array([mine], np.int32))[0])
         if not num_stopped:
@@ -353,7 +355,7 @@ class FitLoop:
         if evaluator is None or layout.world.is_rehearsal or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        is_reported = self._reported.was_reported(layout.world, step)
+        is_reported = layout.world.is_repetition or self._reported.was_reported(layout.world, step)
         metrics = self.evaluate(generation, state)
         if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), (

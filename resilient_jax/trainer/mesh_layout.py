@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.compile.ahead_of_time import CompilationJob
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.placements import make_zero
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.resharding import replicate_over
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
 from resilient_jax.trainer.state_layout import InShards, MeshShape
-from resilient_jax.trainer.train_step import TrainStep, make_zero
+from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import MicrobatchSums, StepSummary, TrainingState
 from resilient_jax.worker.world import World
 

@@ -31,17 +31,15 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend import core
-from jax.sharding import Sharding
 
 from resilient_jax.argument_checks import describe_value
 from resilient_jax.errors import CallerError
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.elementwise import apply_elementwise, find_elementwise, ravel_like
 from resilient_jax.sharding.exact_reductions import InexactOperation, apply_exactly, find_inexact, make_exact
-from resilient_jax.sharding.placements import Placement, constrain_sharding
+from resilient_jax.sharding.placements import Placement, constrain_sharding, make_zero
 from resilient_jax.sharding.raveled_array import MAX_RAVELED_SIZE, MIN_RAVELED_SIZE, is_raveled
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.state.leaf_kinds import make_strong
@@ -369,13 +367,6 @@ def make_zeros(abstract: Tree, placement: Placement) -> Tree:
     """Return zeros in these shapes, made on the host: without a program, a new generation compiles nothing."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: make_zero(leaf, placement(jax.tree_util.keystr(path), leaf)), abstract
-    )
-
-
-def make_zero(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """Return an array of zeros, of which each host makes its shards."""
-    return jax.make_array_from_callback(
-        leaf.shape, sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index], dtype=leaf.dtype
     )
 
 

@@ -3,12 +3,14 @@
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.protocol.state_records import StatePart
+from resilient_jax.protocol.state_records import StatePart, UnitKind
 from resilient_jax.state.flat_state import FlatState
+from resilient_jax.state.held_shards import HeldShards, find_part_of_state
 from resilient_jax.step.contributions import Contributions
 from resilient_jax.step.host_speeds import MeasuredSpeed
 from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.host_health import HealthRecord
+from resilient_jax.worker.step_results import StepResults
 
 
 class KeptArrays(GenerationScoped):
@@ -37,8 +39,10 @@ class CommittedState:
     Attributes:
         state: the state after the last committed step; None while there is none, or while it is in a snapshot.
         snapshot_plan: where the state is until `World.restore_or_init` has read the state from there.
-        parts_step: steps of the state whose parts members have in their `kept` arrays, until the train function has
-            made the state whole there; None: the state is elsewhere.
+        parts_step: steps of the state whose parts members have in their `kept` arrays, or as `shards`, until the train
+            function has placed the state; None: the state is elsewhere.
+        shards: this host's shards of that state; None: it has none.
+        results: what all hosts have found together in the last steps.
         contributions: what this host has accumulated for the step in flight, by accumulation.
         kept: arrays that train functions keep by themselves.
         measured_speeds: measured speeds of this host, by accumulation.
@@ -51,6 +55,8 @@ class CommittedState:
         self.state: FlatState | None = None
         self.snapshot_plan: SnapshotPlan | None = None
         self.parts_step: int | None = None
+        self.shards: HeldShards | None = None
+        self.results = StepResults()
         self.contributions: dict[str, Contributions] = {}
         self.kept: list[KeptArrays] = []
         self.measured_speeds: dict[str, MeasuredSpeed] = {}
@@ -78,28 +84,42 @@ class CommittedState:
         return self.state is not None and self.state.is_complete
 
     @property
+    def may_be_in_shards(self) -> bool:
+        """Whether what all hosts find in a step may be needed again; see `step_results`."""
+        return self.is_empty or not self.holds_state
+
+    @property
     def part(self) -> StatePart | None:
         """What this host has of a state that the hosts have in parts; None while the state is that of a snapshot."""
         if self.snapshot_plan is not None:
             return None
-        return next((part for kept in self.kept if (part := kept.part) is not None), None)
+        of_blocks = next((part for kept in self.kept if (part := kept.part) is not None), None)
+        if of_blocks is not None:
+            return of_blocks
+        if self.shards is not None:
+            return self.shards.part
+        return find_part_of_state(self.state) if self.state is not None else None
 
     def set_state(self, state: FlatState) -> None:
         """Make a state in this host's arrays the committed one."""
-        self.state, self.snapshot_plan, self.parts_step = state, None, None
+        self.state, self.snapshot_plan, self.parts_step, self.shards = state, None, None, None
 
     def set_snapshot_plan(self, plan: SnapshotPlan) -> None:
         """Make a snapshot the committed state. Contributions to its step stay valid."""
-        self.state, self.snapshot_plan, self.parts_step = None, plan, None
+        self.state, self.snapshot_plan, self.parts_step, self.shards = None, plan, None, None
 
     def set_parts(self, step: int) -> None:
-        """Make what the members have in their kept arrays the committed state, after about `step` steps."""
+        """Make what the members have in parts the committed state, after about `step` steps."""
+        part = self.part
+        if self.shards is None and part is not None and part.kind is not UnitKind.BLOCKS:
+            self.shards = HeldShards(part, self.state)
         self.state, self.snapshot_plan, self.parts_step = None, None, step
 
     def move_contributions_to_host(self) -> None:
         """Copy all contributions to host memory, before the devices' backend is destroyed."""
         for contributions in self.contributions.values():
             contributions.move_to_host()
+        self.results.move_to_host()
 
     def have_kept_leave(self, generation: Generation) -> None:
         """Copy the arrays that train functions keep by themselves to host memory, before the backend is destroyed."""
@@ -112,8 +132,9 @@ class CommittedState:
         Args:
             keeps_copies: True: copies stay that were made of the others' state, for this host.
         """
-        self.state, self.snapshot_plan, self.parts_step = None, None, None
+        self.state, self.snapshot_plan, self.parts_step, self.shards = None, None, None, None
         self.contributions.clear()
+        self.results.clear()
         self.drop_kept(keeps_copies=keeps_copies)
         self.first_step = 0
 

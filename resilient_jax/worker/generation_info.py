@@ -14,8 +14,9 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants
 from resilient_jax.protocol.slow_hosts import HostSpeeds
-from resilient_jax.protocol.state_records import StateLoss
+from resilient_jax.protocol.state_records import StateLoss, UnitKind
 from resilient_jax.protocol.worker_messages import FormWorld
+from resilient_jax.step.assignment import HeldRanks
 
 AxisSizes = str | Sequence[str] | Mapping[str, int]
 """One axis name; several, of which the first takes all devices; or names with sizes, of which one may be -1."""
@@ -45,6 +46,7 @@ class GenerationInfo:
         is_joining: whether the generation is the rehearsal of a worker that takes part from the next generation on, and
             not when another has left.
         next_failure_s: in a rehearsal the expected time to the next failure, once this worker has joined.
+        held_ranks: which hosts have which shards of the state, as it was before; None: it is not in shards of replicas.
         events: what this worker recorded on its way into this generation, oldest first.
         has_service: whether the world's coordination service runs; without it no clique can be formed.
     """
@@ -63,6 +65,7 @@ class GenerationInfo:
     plan_constants: PlanConstants = ()
     is_joining: bool = False
     next_failure_s: float = math.inf
+    held_ranks: HeldRanks | None = None
     events: tuple[Event, ...] = ()
     has_service: bool = True
 
@@ -121,6 +124,16 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         earlier_stage_hosts=generation.shape.earlier_stage_hosts,
         plan_axes=generation.shape.plan_axes,
         plan_constants=generation.shape.plan_constants,
+        held_ranks=_find_held_ranks(generation),
         events=events,
         has_service=bool(generation.membership.service_address),
     )
+
+
+def _find_held_ranks(generation: Generation) -> HeldRanks | None:
+    holders = {holder.host: holder.part for holder in generation.state.part_holders}
+    if not holders or any(part.kind is not UnitKind.RANKS for part in holders.values()):
+        return None
+    (num_ranks,) = {part.num_units for part in holders.values()}
+    parts = [holders.get(member.host) for member in generation.membership.members]
+    return HeldRanks(num_ranks, tuple(part.runs[0][0] if part and part.runs else None for part in parts))

@@ -52,20 +52,20 @@ CHECK_INTERVAL_S: Final = 0.5
 ABORT_INTERVAL_S: Final = 0.02
 
 
-class RehearsalControl:
-    """The control of a session that is rehearsed: its generation ends with the first step."""
+class OneStepControl:
+    """The control of a session of one step, such as one that is rehearsed: its generation ends with the commit."""
 
     def __init__(self, host: HostName, agent: TrainingControl) -> None:
         self._host = host
         self._agent = agent
         self._has_begun = False
         self.has_committed = False
-        """Whether the step was rehearsed to its end."""
+        """Whether the step came to its commit."""
         self.asked_s = time.monotonic()
         """When the train function last asked whether it is to go on."""
 
     def begin_step(self, step: int) -> None:
-        """Return for the first step; a second one is not rehearsed."""
+        """Return for the first step; there is no second one."""
         self._agent.raise_if_ended()
         if self._has_begun:
             raise GenerationEnded
@@ -77,7 +77,7 @@ class RehearsalControl:
         self._agent.raise_if_ended()
 
     def report_commit(self, commit: StepCommitted, *, holds_state: bool, part: StatePart | None) -> None:
-        """End the rehearsal."""
+        """End the generation."""
         self.has_committed = True
         raise GenerationEnded
 
@@ -86,19 +86,19 @@ class RehearsalControl:
 
     @property
     def is_leaving(self) -> bool:
-        """False: its step is not one of the job's."""
+        """False: training does not end after it."""
         return False
 
     @property
     def held_pause(self) -> None:
-        """None: the members copy blocks, and this worker is none yet."""
+        """None: this worker copies no blocks for others now."""
         return
 
     def answer_pause(self, generation: GenerationNumber) -> None:
         """Return: there is no pause to answer."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
-        """Return the event, which is written nowhere: it did not happen in the job."""
+        """Return the event, which is written nowhere: it did not happen in the job, or a second time."""
         return Event(
             kind=kind, host=self._host, monotonic_s=time.monotonic(), wall_s=time.time(), detail=dict(detail)
         )
@@ -146,7 +146,7 @@ def _rehearse(
     rehearsed_state: RehearsedState,
 ) -> bool:
     generation, others = order.generation, list_others(order)
-    control, committed = RehearsalControl(order.host, agent), CommittedState()
+    control, committed = OneStepControl(order.host, agent), CommittedState()
     committed.first_step, committed.kept = generation.state.step, kept
     hosts = (*(member.host for member in others), order.host)
     present = generation.shape.stage_hosts or tuple(member.host for member in generation.membership.members)
@@ -184,7 +184,7 @@ def _rehearse(
 
 
 @contextlib.contextmanager
-def _watch(control: RehearsalControl, interrupt: Callable[[], None]) -> Iterator[None]:
+def _watch(control: OneStepControl, interrupt: Callable[[], None]) -> Iterator[None]:
     """Break the calling thread out if it has waited for too long without compiling, where it asks nobody meanwhile."""
     ended, thread = threading.Event(), threading.current_thread().ident
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, Corruption, FailPoint
 from resilient_jax.protocol.snapshots import SnapshotPlan
@@ -41,6 +42,8 @@ from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.loop_tries import LoopTries
 from resilient_jax.worker.observers import Observer
+from resilient_jax.worker.shard_restore import ShardRestore
+from resilient_jax.worker.step_results import RepeatedResults
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 
 Tree = TypeVar("Tree")
@@ -68,6 +71,10 @@ class Session:
         snapshotter: snapshotter to the hosts' memory; None without an agent.
         observers: observers, called at each moment in this order.
         rehearsed_state: state of a rehearsal; None: the session is the job's.
+        shard_restore: brings a state in shards from where members have it; None without an agent.
+
+    Attributes:
+        repeated: results of a step that others have committed, and this host runs again; None: it is another step.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Session:
         observers: Sequence[Observer] = (),
         comparison: HostComparison | None = None,
         rehearsed_state: RehearsedState | None = None,
+        shard_restore: ShardRestore | None = None,
     ) -> None:
         self.committed = committed
         self._control = control
@@ -87,6 +95,8 @@ class Session:
         self._snapshotter = snapshotter
         self._observers = tuple(observers)
         self._comparison = comparison
+        self._shard_restore = shard_restore
+        self.repeated: RepeatedResults | None = None
         self.is_rehearsal = rehearsed_state is not None
         self._has_placeholders = rehearsed_state is RehearsedState.PLACEHOLDERS
         self._restored: FlatState | None = None
@@ -119,6 +129,10 @@ class Session:
             self._control.begin_step(step)
             self._step = step
             self._reduced.clear()
+            if self.repeated is None:
+                self.committed.results.begin_step(step)
+            else:
+                self.repeated.is_step_begun = True
             for observer in self._observers:
                 observer.on_step_begin(step)
             try:
@@ -214,6 +228,11 @@ class Session:
         for observer in self._observers:
             observer.on_reduce(call, owners, total)
 
+    def keep_result(self, name: str, arrays: Sequence[Any]) -> None:
+        """Keep what a call gave all hosts, as long as a host may need it to finish the step; see `step_results`."""
+        if self.repeated is None and self.committed.may_be_in_shards and not self.is_rehearsal:
+            self.committed.results.add(name, arrays)
+
     def digest_state(self) -> np.ndarray:
         """Return the digests of the state that this step begins with, as `state_digest` does."""
         state = self._restored or self.committed.state
@@ -263,20 +282,36 @@ class Session:
 
     # The committed state.
 
-    def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
-        """See `World.restore_or_init`."""
+    def restore_or_init(
+        self,
+        init_fn: Callable[[], Tree],
+        sharding: ShardingRule | None,
+        exchange: CollectiveExchange,
+    ) -> Tree:
+        """See `World.restore_or_init`.
+
+        Args:
+            exchange: how hosts tell each other what they lack of a state in shards.
+        """
         with worker_activity.task(WorkerTask.RESTORE):
-            state = self._restore_or_init(init_fn, sharding)
+            state = self._restore_or_init(init_fn, sharding, exchange)
         if self._comparison is not None:
             self._restored = flatten_state(self.committed.step, state)
         return state
 
-    def _restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
+    def _restore_or_init(
+        self,
+        init_fn: Callable[[], Tree],
+        sharding: ShardingRule | None,
+        exchange: CollectiveExchange,
+    ) -> Tree:
         self._control.raise_if_ended()
         # Even where the shapes are not needed: an error of the user's in `init_fn` must not wait for a failure.
         abstract = self._wanted = make_abstract_state(init_fn)
         if self.committed.snapshot_plan is not None:
             return self._restore_snapshot(self.committed.snapshot_plan, abstract, sharding)
+        if self.committed.parts_step is not None and self._shard_restore is not None:
+            return self._restore_shards(self._shard_restore, abstract, sharding, exchange)
         if self._has_placeholders:
             return place_placeholder_state(abstract, sharding)
         if self.committed.state is None:
@@ -284,6 +319,21 @@ class Session:
         for observer in self._observers:
             observer.on_restore(self.committed.state)
         return restore_state(abstract, self.committed.state, sharding)
+
+    def _restore_shards(
+        self,
+        restore: ShardRestore,
+        abstract: Tree,
+        sharding: ShardingRule | None,
+        exchange: CollectiveExchange,
+    ) -> Tree:
+        def hit(place: FailPoint, step: int) -> None:
+            self.hit_failpoint(place, step=step)
+
+        committed = self.committed
+        state = restore.restore(abstract, committed.shards, sharding, exchange, hit)
+        self.resume_from(flatten_state(committed.step, state))
+        return state
 
     def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
         assert self._snapshotter is not None, "a snapshot is ordered by an agent only"

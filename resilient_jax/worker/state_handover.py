@@ -3,7 +3,7 @@
 import collections
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import EventKind
@@ -11,11 +11,13 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
 from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader
 from resilient_jax.state.restore import read_whole_state
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.step_results import RESULTS_NUMBER
 
 
 class StateHandover(GenerationScoped):
@@ -54,7 +56,7 @@ class StateHandover(GenerationScoped):
 
     def _prepare(self, generation: Generation, *, in_place: bool) -> None:
         committed = self._committed
-        if generation.state.is_state_in_parts:
+        if generation.state.is_in_parts:
             self._prepare_part(generation, in_place=in_place)
             return
         if generation.state.snapshot is not None:
@@ -98,11 +100,17 @@ class StateHandover(GenerationScoped):
 
     def _prepare_part(self, generation: Generation, *, in_place: bool) -> None:
         """Have this host's part of the state, if it has one, where the train function finds it."""
+        committed = self._committed
         if self._host in generation.state.receivers:
-            self._committed.clear(keeps_copies=in_place)
-        elif not in_place:
-            self._committed.have_kept_leave(generation)
-        self._committed.set_parts(generation.state.step)
+            committed.clear(keeps_copies=in_place)
+            committed.set_parts(generation.state.step)
+            return
+        committed.set_parts(generation.state.step)
+        if not in_place:
+            committed.move_contributions_to_host()
+            committed.have_kept_leave(generation)
+            if committed.shards is not None:
+                committed.shards = committed.shards.leave_devices(self._host, generation.number)
 
     def _keep_state(self) -> None:
         """Move the state to host memory: this worker leaves its world while others train.
@@ -114,7 +122,7 @@ class StateHandover(GenerationScoped):
             committed.state = self._copy_to_host(committed.state)
             committed.contributions.clear()
         elif committed.state is not None or committed.parts_step is not None:
-            committed.clear()
+            committed.clear()  # the others go on from their shards, or from a snapshot
         committed.drop_kept()
 
     def _copy_to_host(self, state: FlatState) -> FlatState:
@@ -123,20 +131,33 @@ class StateHandover(GenerationScoped):
         self._record_event(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
         return copy
 
-    def _fetch(self, generation: Generation) -> FlatState:
-        started_s = time.monotonic()
+    def read_results(self, generation: Generation) -> FlatState:
+        """Return what members that have committed the step before `generation.state.step` have found in it.
+
+        Raises:
+            PeerUnreachable: none of them has it.
+        """
+        ahead = [holder for holder in generation.state.part_holders if holder.step == generation.state.step]
+        return self._read(generation, ahead, RESULTS_NUMBER)
+
+    def _read(self, generation: Generation, sources: Sequence[StateSource], number: int = 0) -> FlatState:
         # By position, so that receivers ask different sources first.
         position = [member.host for member in generation.membership.members].index(self._host)
-        sources = collections.deque(generation.state.sources)
-        sources.rotate(-position)
+        in_turn = collections.deque(sources)
+        in_turn.rotate(-position)
         with WorkerReader(
             generation.number,
-            sources,
+            in_turn,
             self._credentials,
             self._raise_if_ended,
             functools.partial(record_failed_source, self._record_event),
+            number=number,
         ) as reader:
-            state = read_whole_state(reader)
+            return read_whole_state(reader)
+
+    def _fetch(self, generation: Generation) -> FlatState:
+        started_s = time.monotonic()
+        state = self._read(generation, generation.state.sources)
         if state.step != generation.state.step:
             raise StateError(
                 f"state of step {state.step} arrived where generation {generation.number} resumes from step "

@@ -28,7 +28,7 @@ from resilient_jax.jax_runtime.failures import ServiceEnded, is_collective_failu
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
-from resilient_jax.protocol.generation import SeatId, WorldChange
+from resilient_jax.protocol.generation import Generation, SeatId, WorldChange
 from resilient_jax.protocol.generation_scoped import GenerationEnding, GenerationScoped
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
@@ -77,7 +77,10 @@ from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Ob
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
+from resilient_jax.worker.shard_restore import ShardRestore
 from resilient_jax.worker.state_handover import StateHandover
+from resilient_jax.worker.step_repetition import list_behind, repeat_step
+from resilient_jax.worker.step_results import RESULTS_NUMBER
 from resilient_jax.worker.training_control import CorruptionFound, ErrorSwallowed, GenerationEnded
 from resilient_jax.worker.world import World
 from resilient_jax.worker.world_connector import WorldConnector
@@ -114,7 +117,9 @@ class Worker:
         self, descriptor: int, settings: WorkerSettings, find_latest_checkpoint: FindLatestCheckpoint | None
     ) -> None:
         self._settings = settings
-        credentials = Credentials.from_paths(settings.token, settings.tls)
+        credentials = self._credentials = Credentials.from_paths(settings.token, settings.tls)
+        self._before: FormWorld | None = None
+        """The order for the last generation in which this worker has trained."""
         self._committed = CommittedState()
         self._events = RecentEvents()
         self._offers = StateOffers()
@@ -258,7 +263,9 @@ class Worker:
         try:
             self._parts.begin_generation(order.generation)
             with worker_activity.task(WorkerTask.FORMING):
+                self._finish_step(order.generation, train_fn)
                 self._form_world(order)
+            self._before = order
             world = self._make_world(order)
             try:
                 train_fn(world)
@@ -297,6 +304,22 @@ class Worker:
         self._agent.report_found(worker_protocol.report_failure, (failure, self._committed.step))
 
     # Forming.
+
+    def _finish_step(self, generation: Generation, train_fn: TrainFunction) -> None:
+        """Finish the step that others have committed, or tell others what they lack for that."""
+        behind, state, host = list_behind(generation), generation.state, self._settings.host
+        if not behind or host in state.receivers:
+            return
+        if all(holder.host != host for holder in behind):
+            if (found := self._committed.results.offer(host, generation.number, state.step - 1)) is not None:
+                self._offers.offer(found, RESULTS_NUMBER)
+            return
+        if self._committed.step == state.step or self._before is None:
+            return  # finished, for a generation that did not form
+        started_s = time.monotonic()
+        results = self._committed.results.repeat(self._handover.read_results(generation))
+        repeat_step(train_fn, self._before, self._committed, results, self._agent, self._mail)
+        self._record_event(EventKind.STEP_REPEATED, step=state.step - 1, seconds=time.monotonic() - started_s)
 
     def _form_world(self, order: FormWorld) -> None:
         """Bring this process into the generation's world, with the committed state."""
@@ -416,7 +439,16 @@ class Worker:
             snapshotter=self._snapshotter,
             observers=observers,
             comparison=HostComparison(info.hosts, order.host, self._agent),
+            shard_restore=ShardRestore(
+                order.host,
+                order.generation,
+                self._offers,
+                self._credentials,
+                self._agent.raise_if_ended,
+                self._record_event,
+            ),
         )
+        self._committed.results.begin_generation()
         reducer = Reducer(
             jax.devices,
             info.process_index,
@@ -426,7 +458,7 @@ class Worker:
             auditor=None if audits is None else Auditor(share, audits),
             watch=SlowHostWatch(health, DeviceSpeed(jax.local_devices, numbers, throttle).measure),
         )
-        reducer.throttle = throttle
+        reducer.throttle, reducer.held_ranks = throttle, info.held_ranks
         reducer.partners = self._connector.meet_partners(info, self._mail, self._agent.raise_if_ended)
         return World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
 

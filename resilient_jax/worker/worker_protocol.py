@@ -278,7 +278,7 @@ def try_take_order(
             is_compiling=False,
             # A receiver gives up what it has for what it is sent.
             part=state.report.held.part
-            if form.generation.state.is_state_in_parts and form.host not in form.generation.state.receivers
+            if form.generation.state.is_in_parts and form.host not in form.generation.state.receivers
             else None,
             snapshot=None,
             copied=None,

@@ -1,7 +1,7 @@
 """What the user's train function gets: the live hosts, their devices, the steps, the state and the reductions."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
@@ -34,12 +34,15 @@ from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make
 from resilient_jax.worker.mail_opening import MailOpener, make_local_opener
 from resilient_jax.worker.mail_sums import MailSums
 from resilient_jax.worker.session import Session, TrainingControl
+from resilient_jax.worker.step_results import REDUCED
 from resilient_jax.worker.step_services import StepServices
 from resilient_jax.worker.training_control import GenerationEnded
 
 Tree = TypeVar("Tree")
 DEFAULT_OPTIONS = AccumulationOptions()
 ONE_REPLICA_PER_HOST = ReplicaShape()
+MAX_KEPT_BYTES: Final = 2**20
+"""Of the sum of an accumulation without shards, beside one that has shards: such as metrics of an evaluation."""
 
 
 class World:
@@ -66,6 +69,8 @@ class World:
         is_rehearsal: whether this worker, which is about to join, only runs a step for practice while the others train,
             so that all programs are loaded when it does join. The state is the initial one, nothing is counted,
             collectives give zeros, and the train function is unwound at its first commit.
+        is_repetition: whether this worker only finishes a step that others have committed, with what they found:
+            nothing is computed but the update, and the train function is unwound at its commit.
         audits: audits of the hosts' computations, such as `audits.verified_step`; None without.
         replay: what is to be computed again, if `resilient-jax replay` started this script; else None. A loop that
             loads its own checkpoints then loads one of at most `replay.step` steps, and writes nothing.
@@ -94,6 +99,7 @@ class World:
         self.trusted_step = info.trusted_step
         self.events = info.events
         self.is_rehearsal = session.is_rehearsal
+        self.is_repetition = session.repeated is not None
         self.audits = audits
         self.replay = replay
         self._info = info
@@ -222,7 +228,7 @@ class World:
                 f"restore_or_init: found {describe_value(init_fn)}, expected a function without parameters that makes "
                 "the state, called only where none survived: world.restore_or_init(lambda: make_state(...))"
             )
-        return self._session.restore_or_init(init_fn, sharding)
+        return self._session.restore_or_init(init_fn, sharding, self._reducer.exchange)
 
     @property
     def is_leaving(self) -> bool:
@@ -293,11 +299,24 @@ class World:
             isinstance(leaf, jax.Array) for leaf in leaves
         ):  # host arrays are control traffic, no part of the step
             self._session.hit_failpoint(FailPoint.BEFORE_REDUCE)
-        by_mail = self.step_services.mail_sums
+        by_mail, repeated = self.step_services.mail_sums, self._session.repeated
+        if repeated is not None:
+            total = jax.tree.unflatten(jax.tree.structure(tree), repeated.take_reduced(leaves))
+            return jax.tree.map(
+                lambda leaf, summed: (
+                    jax.device_put(summed, leaf.sharding) if isinstance(leaf, jax.Array) else summed
+                ),
+                tree,
+                total,
+            )
         total = by_mail.add_up(tree) if by_mail is not None else self._reducer.all_reduce(tree)
-        return jax.tree.map(
+        self._session.hit_failpoint(FailPoint.AFTER_ALL_REDUCE)
+        self.raise_if_ended()
+        total = jax.tree.map(
             lambda leaf, summed: summed if isinstance(leaf, jax.Array) else np.asarray(summed), tree, total
         )
+        self._session.keep_result(REDUCED, jax.tree.leaves(total))
+        return total
 
     def accumulate_microbatches(
         self,
@@ -340,6 +359,8 @@ class World:
         _check_zeros(zeros)
         if num_microbatches < 1:
             raise CallerError(f"num_microbatches: found {num_microbatches}, expected at least 1")
+        if (repeated := self._session.repeated) is not None:
+            return self._reducer.repeat(spec, zeros, options.replica_shape, repeated.take_sum(name))
         total = self._reducer.accumulate_microbatches(
             spec,
             compute_fn,
@@ -364,6 +385,10 @@ class World:
                 name=name,
                 shares=_describe_shares(self.hosts, new_shares),
             )
+        whole = [leaf for leaf in jax.tree.leaves(total) if not is_in_shards(leaf)]
+        # Else it is that of a state which no host lacks when others have committed.
+        if call.has_shards or sum(leaf.nbytes for leaf in whole) <= MAX_KEPT_BYTES:
+            self._session.keep_result(name, [*whole, np.array(self._reducer.owners, np.int32)])
         owners = tuple(self.hosts[index] for index in self._reducer.owners)
         self._session.finish_accumulation(call, owners, total)
         return total

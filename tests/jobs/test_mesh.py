@@ -11,10 +11,10 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from tests.support.paths import SCRIPTS
-from tests.support.patience import patience
+from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
 from tests.support.reference_runs import share_run
-from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, TinyJob, read_logs
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, RECOVERY_S, TinyJob, read_logs
 
 LOOP, TRAINER = SCRIPTS / "mesh_loop.py", SCRIPTS / "mesh_trainer.py"
 HOSTS = 4
@@ -95,7 +95,7 @@ def list_replicas(report: JobReport) -> list[list[HostName]]:
 @pytest.mark.parametrize(
     ("script", "axes", "words"),
     [
-        pytest.param(LOOP, "fsdp:4", [], id="loop"),
+        pytest.param(LOOP, "fsdp:4", ["snapshots"], id="loop"),
         pytest.param(TRAINER, "fsdp:2/tensor:2", ["evaluate", "save"], id="trainer"),
         pytest.param(LOOP, "fsdp:2/tensor:2", ["general"], marks=pytest.mark.full, id="loop, general sums"),
         pytest.param(LOOP, "fsdp:1/tensor:4", [], marks=pytest.mark.full, id="loop, tensor"),
@@ -111,8 +111,56 @@ def test_hosts_of_replicas_on_several_hosts_die_anywhere_in_a_step(
         for place in PLACES:
             job.kill_at(place, broken[:1])
         job.kill_at(FailPoint.BEFORE_REDUCE, broken)
-        changes = {
-            event.detail["change"] for event in job.job.read_events() if event.kind is EventKind.WORLD_FORMED
-        }
+        events = job.job.read_events()
+        changes = {event.detail["change"] for event in events if event.kind is EventKind.WORLD_FORMED}
         assert "shrink" in changes, "the others keep their world"
+        assert all(event.kind is not EventKind.SNAPSHOT_RESTORED for event in events), (
+            "each shard had a holder"
+        )
         job.finish(more_steps=6)
+
+
+@pytest.mark.parametrize(
+    ("script", "axes", "words", "place"),
+    [
+        pytest.param(LOOP, "fsdp:4", [], FailPoint.AFTER_REDUCE, id="loop"),
+        pytest.param(
+            TRAINER,
+            "fsdp:2/tensor:2",
+            ["evaluate", "save"],
+            FailPoint.AFTER_ALL_REDUCE,
+            id="trainer",
+        ),
+    ],
+)
+def test_a_host_that_was_stopped_before_the_update_finishes_the_step_that_others_have_committed(
+    tmp_path: Path, script: Path, axes: str, words: list[str], place: FailPoint
+) -> None:
+    """Nobody has the new shards of its rank: its partner's dies, and in the step all microbatches are computed."""
+    with MeshJob(tmp_path, script, axes, words) as job:
+        report = job.wait_training(HOSTS)
+        assert report.generation is not None
+        number = report.generation.number
+        same_rank = list(zip(*list_replicas(report), strict=True))[1]
+        gone, behind = sorted(same_rank, key=lambda host: host == report.leader)
+        step = job.hold(place, [gone, behind])
+        wait_until("the others to commit", lambda: job.step() > step, RECOVERY_S)
+        job.signal(JobComponent.WORKER, gone, signal.SIGKILL)
+        job.job.wait_event(
+            "the end of the generation",
+            lambda event: (
+                event.kind is EventKind.GENERATION_PHASE
+                and event.detail["phase"] == "quiesce"
+                and (event.generation or 0) > number
+            ),
+            RECOVERY_S,
+        )
+        job.job.release()
+        job.wait_training(HOSTS, after_generation=number)
+        events = job.job.read_events()
+        repeated = [
+            (event.host, event.detail["step"]) for event in events if event.kind is EventKind.STEP_REPEATED
+        ]
+        assert repeated == [(behind, step)]
+        assert all(event.kind is not EventKind.SNAPSHOT_RESTORED for event in events)
+        job.finish(more_steps=4)

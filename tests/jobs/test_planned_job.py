@@ -14,7 +14,7 @@ from resilient_jax.cluster.standby_schedule import SETTLING_S
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
-from resilient_jax.step.reducer import COMPARISON_INTERVAL_STEPS
+from resilient_jax.step.data_sample import COMPARISON_INTERVAL_STEPS
 from resilient_jax.trainer.plan_calibration import FITTED_AFTER
 from tests.chaos.cpu_quota import limit_cpu
 from tests.jobs.compiled_programs import (

@@ -20,8 +20,7 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.local_job.recovery import newest_step
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.step.assignment import ReplicaShape, locate_replicas
-from resilient_jax.step.data_sample import DataSample
-from resilient_jax.step.reducer import COMPARISON_INTERVAL_STEPS
+from resilient_jax.step.data_sample import COMPARISON_INTERVAL_STEPS, DataSample
 from tests.support.full_only import full_but
 from tests.support.patience import Deadline, wait_until
 from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
@@ -270,7 +269,9 @@ def test_only_the_microbatches_of_the_dead_host_are_computed_and_read_again(brok
     dead = {index for index, owner in enumerate(before["owners"]) if owner == victim}
     counts = computed_in(broken.work, step)
     assert {index for index, count in counts.items() if count > 1} == dead, counts
-    sampled = {DataSample.choose(step, MICROBATCHES, HOSTS).index}  # read by all, once more when newly assigned
+    sampled = {
+        DataSample.choose(step, MICROBATCHES, HOSTS).index
+    }  # read by all, once more when newly assigned
     for host in members(report):
         if host != victim:  # batches read before the death are kept; newly assigned ones are read once
             read = read_in(broken.work, step, host)

@@ -281,14 +281,14 @@ def test_all_observers_are_called_although_the_first_asks_to_corrupt():
     assert first == second
 
 
-def test_an_all_reduce_of_host_arrays_is_no_failpoint_of_the_step():
+def test_an_all_reduce_of_host_arrays_is_no_reduction_of_the_step():
     moments = []
     alone = make_world(observers=[Recorder(moments)])
     next(alone.steps(1))
     alone.all_reduce(np.zeros(1))
-    assert moments == [("begin", 0)]
+    assert moments == [("begin", 0), (FailPoint.AFTER_ALL_REDUCE, 0)]
     alone.all_reduce(jnp.zeros(1))
-    assert moments == [("begin", 0), (FailPoint.BEFORE_REDUCE, 0)]
+    assert moments[2:] == [(FailPoint.BEFORE_REDUCE, 0), (FailPoint.AFTER_ALL_REDUCE, 0)]
 
 
 def test_the_axis_with_size_minus_1_takes_the_devices_that_are_left():

@@ -45,7 +45,7 @@ from resilient_jax.protocol.record_parts import change_fields, find_parts, find_
 from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.protocol.state_records import StageLoss, StageOutlook, StatePart
+from resilient_jax.protocol.state_records import PartHolder, StageLoss, StageOutlook, StatePart, UnitKind
 from resilient_jax.protocol.worker_report import (
     StateDoubt,
     WorkerFailure,
@@ -75,6 +75,10 @@ PLACE: Final = "`load_batch`, line 40 of train.py"
 """Where every thread is that hangs."""
 UNITS: Final = 7
 PARTS: Final = {"front": range(4), "back": range(4, UNITS), "whole": range(UNITS)}
+RANKS: Final = {"rank0": [0], "rank1": [1], "no-rank": []}
+"""Of a state in shards on replicas of two hosts."""
+SHARED_OUT: Final = {"first-of-4": [0], "second-of-4": [1], "third-of-4": [2], "fourth-of-4": [3]}
+"""Of a state in shards on all of four hosts."""
 """The blocks of a model of two stages."""
 
 
@@ -269,7 +273,7 @@ def _wrap(text: str) -> list[str]:
 SAID: Final = """
     number phase change world num_seats next_seat members max_members stage_hosts earlier_stage_hosts plan_axes
     plan_constants newcomers spares service_address step boundary_step ends_job parts_stay next_members sources
-    receivers is_state_in_parts snapshot state_loss trusted_step unreadable_snapshots void_snapshots
+    receivers part_holders snapshot state_loss trusted_step unreadable_snapshots void_snapshots
     dropped_workers progress losses_left keeps_workers protection initial_generation attempts are_parts_doubtful
     failed_host suspects taken_out separated failure_text raised reason hang decision history slowness outcome
 """
@@ -355,10 +359,17 @@ def _show_options(decision: RecoveryDecision) -> list[str]:
     return lines
 
 
+def _describe_holders(holders: tuple[PartHolder, ...]) -> str:
+    newest = max((holder.step for holder in holders), default=0)
+    named = (f"{one.host}{'' if one.step == newest else f' (step {one.step})'}" for one in holders)
+    return f"state in parts on {', '.join(named)}" if holders else "state in parts on none"
+
+
 DESCRIBED: Final[Mapping[str, Callable[[Any], str]]] = {
     "members": _list_members("members"),
     "newcomers": _list_members("newcomers"),
     "sources": _describe_sources,
+    "part_holders": _describe_holders,
     "snapshot": lambda plan: (
         f"snapshot {_say(plan.id)} of {', '.join(source.host for source in plan.sources)}"
         if plan is not None
@@ -496,10 +507,14 @@ def _read_snapshot(text: str) -> SnapshotId | None:
 
 
 def _read_part(text: str) -> StatePart | None:
-    """Return a part such as `front`, `back,order=abcd@1`, or `whole,estimate=100`."""
+    """Return a part such as `rank1`, `front`, `back,order=abcd@1`, or `whole,estimate=100`."""
     if text == "none":
         return None
     units, *more = text.split(",")
+    if units in RANKS:
+        return StatePart.from_units(RANKS[units], 2, UnitKind.RANKS)
+    if units in SHARED_OUT:
+        return StatePart.from_units(SHARED_OUT[units], 4, UnitKind.HOSTS)
     part = StatePart.from_units(PARTS[units], UNITS)
     for word in more:
         name, value = word.split("=")

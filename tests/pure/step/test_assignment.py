@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.step.assignment import (
+    HeldRanks,
     ReplicaLocation,
     ReplicaShape,
     assign_microbatches,
@@ -189,3 +190,32 @@ def test_a_host_without_axes_for_its_devices_is_refused() -> None:
         locate_replicas([0, 1], BY_DEVICES, [4, 2])
     with pytest.raises(CallerError, match="axes_by_devices together with axes"):
         ReplicaShape(per_host="devices", axes=(("data", 1),), axes_by_devices=BY_DEVICES.axes_by_devices)
+
+
+def test_hosts_that_form_replicas_anew_keep_their_shards() -> None:
+    """Of four hosts in two replicas the first is lost: the second one cannot take its place without its shards."""
+    shape = ReplicaShape(hosts=2)
+    held = HeldRanks(2, (1, 0, 1))
+    found = locate_replicas([1, 2, 3], shape, [1] * 3, held)
+    assert [location.host_indexes for location in found] == [(1, 2)]
+    # The lost one is back, with nothing, in the next free seat.
+    back = locate_replicas([1, 2, 3, 4], shape, [1] * 4, HeldRanks(2, (None, 0, 1, None)))
+    assert [location.host_indexes for location in back] == [(0, 3), (1, 2)]
+    kept = locate_replicas([1, 2, 3, 4], shape, [1] * 4, HeldRanks(2, (1, 0, 1, None)))
+    assert [location.host_indexes for location in kept] == [(1, 2), (3, 0)]
+
+
+@given(data=st.data(), span=st.integers(2, 4), count=st.integers(2, 12))
+def test_as_many_hosts_as_can_be_keep_their_ranks(data: st.DataObject, span: int, count: int) -> None:
+    count = max(count, span)
+    # Far apart, so that no hosts are neighbors.
+    seats = [span * host for host in range(count)]
+    ranks = tuple(data.draw(st.sampled_from([None, *range(span)])) for _ in range(count))
+    found = locate_replicas(seats, ReplicaShape(hosts=span), [1] * count, HeldRanks(span, ranks))
+    hosts = [host for location in found for host in location.host_indexes]
+    assert len(set(hosts)) == len(hosts) == count // span * span
+    kept = sum(ranks[host] == rank for location in found for rank, host in enumerate(location.host_indexes))
+    assert kept == sum(min(len(found), ranks.count(rank)) for rank in range(span))
+    # Ranks of replicas that had another number of hosts say nothing.
+    others = locate_replicas(seats, ReplicaShape(hosts=span), [1] * count, HeldRanks(span + 1, ranks))
+    assert others == locate_replicas(seats, ReplicaShape(hosts=span), [1] * count)

@@ -1,9 +1,9 @@
 """A loop of one's own whose state is in shards on the hosts of each replica. Usage: mesh_loop.py DIR [key=value]...
 
 Keys: hosts (of a replica), axes (such as fsdp:4/tensor:2). With the word `general` sums are made by
-`accumulate_microbatches`, else by `value_and_grad`. The harness writes `stop` to DIR: the step at which all
-hosts stop, written well ahead. After every step each process appends a line to `steps-<host>-<pid>.jsonl`: the step,
-digests of the boxes of the state that are here, and their bytes.
+`accumulate_microbatches`, else by `value_and_grad`. With the word `snapshots` hosts take some. The harness writes
+`stop` to DIR: the step at which all hosts stop, written well ahead. After every step each process appends a line to
+`steps-<host>-<pid>.jsonl`: the step, digests of the boxes of the state that are here, and their bytes.
 """
 
 import hashlib
@@ -145,7 +145,8 @@ def train(world: rj.World) -> None:
         if mesh.local_devices:  # else this host is left over, and has nothing of the state
             state = update(state, gradients)
         world.commit(state, loss=float(loss))
-        world.snapshot(state)
+        if "snapshots" in sys.argv:
+            world.snapshot(state)
         whole = sum(leaf.nbytes for leaf in state.values())
         here = sum(shard.data.nbytes for leaf in state.values() for shard in leaf.addressable_shards)
         with (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a") as file:

@@ -1,0 +1,137 @@
+"""Restores a state in shards from live workers, each of which has some of it: nothing goes back to a snapshot.
+
+Every host takes part. Hosts whose devices have what they need keep it there. If any lacks some, hosts tell each other
+which units those are, their holders offer copies, and each host reads its boxes from them.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from resilient_jax.events import EventKind
+from resilient_jax.host_exchange import CollectiveExchange
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.state_records import PartHolder, StateSource
+from resilient_jax.state.flat_state import ShardingRule, flatten_state, flatten_strings
+from resilient_jax.state.held_shards import HeldShards, find_part
+from resilient_jax.state.interfaces import FailPointHook
+from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader
+from resilient_jax.state.restore import restore_snapshot
+from resilient_jax.state.state_placement import is_here, restore_state
+from resilient_jax.state.tree_match import list_leaf_specs, match_tree
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.worker.state_handover import record_failed_source
+
+Tree = TypeVar("Tree")
+HOLDERS_OF_UNIT: Final = 2
+"""That a host reads one unit from: the second in case that the first fails."""
+
+
+class ShardRestore:
+    """The restore of one generation.
+
+    Args:
+        raise_if_ended: raises when the generation has ended.
+    """
+
+    def __init__(
+        self,
+        host: HostName,
+        generation: Generation,
+        offers: StateOffers,
+        credentials: Credentials,
+        raise_if_ended: Callable[[], None],
+        record_event: Callable[..., object],
+    ) -> None:
+        self._host, self._generation = host, generation
+        self._offers, self._credentials = offers, credentials
+        self._raise_if_ended, self._record_event = raise_if_ended, record_event
+
+    def restore(
+        self,
+        abstract: Tree,
+        held: HeldShards | None,
+        sharding: ShardingRule | None,
+        exchange: CollectiveExchange,
+        failpoint: FailPointHook,
+    ) -> Tree:
+        """Return the state of the generation's step. Every host must call this.
+
+        Args:
+            abstract: abstract tree as `make_abstract_state` returns it.
+            held: what this host has of the state.
+            sharding: sharding of each array in the present world.
+            exchange: how hosts tell each other what they lack.
+
+        Raises:
+            StateError: as `restore_state`.
+            PeerUnreachable: a holder is lost, or late.
+        """
+        started_s = time.monotonic()
+        present = held.state if held is not None else None
+        has_all = present is not None and is_here(abstract, present, sharding)
+        lacking = () if has_all else self._list_units(abstract, sharding)
+        lacked = {unit for units in exchange.gather(lacking) for unit in units}
+        own = None
+        if held is not None and (not has_all or not lacked.isdisjoint(_list_units(held))):
+            own = held.copy(self._host, self._generation.number)
+            self._offers.offer(own)
+        if has_all:
+            assert present is not None
+            return restore_state(abstract, present, sharding)
+        with contextlib.closing(self._open_reader(lacking, own)) as reader:
+            step, state = restore_snapshot(abstract, reader, sharding, failpoint=failpoint)
+        placed = flatten_state(step, state)
+        self._record_event(
+            EventKind.STATE_FETCHED,
+            bytes=HeldShards(self._holders[0].part, placed).nbytes,
+            seconds=time.monotonic() - started_s,
+        )
+        return state
+
+    @property
+    def _holders(self) -> tuple[PartHolder, ...]:
+        return self._generation.state.part_holders
+
+    def _list_units(self, abstract: object, sharding: ShardingRule | None) -> tuple[int, ...]:
+        """Return the units that this host lacks: that of its rank, or all where ranks are others than before."""
+        specs = list_leaf_specs(abstract)
+        matched = match_tree(
+            abstract, specs, flatten_strings(abstract), sharding, source="init", expected="the same"
+        )
+        part = find_part(leaf.sharding for leaf in matched.leaves if leaf.sharding is not None)
+        before = self._holders[0].part
+        if part is None or (part.kind, part.num_units) != (before.kind, before.num_units):
+            return tuple(range(before.num_units))
+        if not part.runs:
+            return (0,)  # a host that is left over learns from its holders what is no array
+        return tuple(unit for first, end in part.runs for unit in range(first, end))
+
+    def _open_reader(self, units: Sequence[int], own: StateOffer | None) -> WorkerReader:
+        position = [member.host for member in self._generation.membership.members].index(self._host)
+        sources: dict[HostName, StateSource] = {}
+        for unit in units:
+            holders = [
+                holder
+                for holder in self._holders
+                if holder.host != self._host and any(first <= unit < end for first, end in holder.part.runs)
+            ]
+            # By position, so that hosts ask different holders first.
+            turn = position % max(len(holders), 1)
+            for holder in [*holders[turn:], *holders[:turn]][:HOLDERS_OF_UNIT]:
+                sources[holder.host] = StateSource(host=holder.host, endpoint=holder.endpoint)
+        return WorkerReader(
+            self._generation.number,
+            tuple(sources.values()),
+            self._credentials,
+            self._raise_if_ended,
+            functools.partial(record_failed_source, self._record_event),
+            own,
+        )
+
+
+def _list_units(held: HeldShards) -> set[int]:
+    return {unit for first, end in held.part.runs for unit in range(first, end)}
