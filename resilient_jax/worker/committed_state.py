@@ -56,6 +56,8 @@ class CommittedState:
         self.snapshot_plan: SnapshotPlan | None = None
         self.parts_step: int | None = None
         self.shards: HeldShards | None = None
+        self._part_of_state: StatePart | None = None
+        """The part that `state` is, or was before it was handed over."""
         self.results = StepResults()
         self.contributions: dict[str, Contributions] = {}
         self.kept: list[KeptArrays] = []
@@ -84,9 +86,9 @@ class CommittedState:
         return self.state is not None and self.state.is_complete
 
     @property
-    def may_be_in_shards(self) -> bool:
-        """Whether what all hosts find in a step may be needed again; see `step_results`."""
-        return self.is_empty or not self.holds_state
+    def needs_results(self) -> bool:
+        """Whether what all hosts find in a step may be needed again: they have shards, on replicas."""
+        return self._part_of_state is not None and self._part_of_state.kind is UnitKind.RANKS
 
     @property
     def part(self) -> StatePart | None:
@@ -98,11 +100,12 @@ class CommittedState:
             return of_blocks
         if self.shards is not None:
             return self.shards.part
-        return find_part_of_state(self.state) if self.state is not None else None
+        return self._part_of_state if self.state is not None else None
 
     def set_state(self, state: FlatState) -> None:
         """Make a state in this host's arrays the committed one."""
         self.state, self.snapshot_plan, self.parts_step, self.shards = state, None, None, None
+        self._part_of_state = find_part_of_state(state)
 
     def set_snapshot_plan(self, plan: SnapshotPlan) -> None:
         """Make a snapshot the committed state. Contributions to its step stay valid."""

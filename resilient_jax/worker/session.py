@@ -230,7 +230,7 @@ class Session:
 
     def keep_result(self, name: str, arrays: Sequence[Any]) -> None:
         """Keep what a call gave all hosts, as long as a host may need it to finish the step; see `step_results`."""
-        if self.repeated is None and self.committed.may_be_in_shards and not self.is_rehearsal:
+        if self.repeated is None and self.committed.needs_results and not self.is_rehearsal:
             self.committed.results.add(name, arrays)
 
     def digest_state(self) -> np.ndarray:

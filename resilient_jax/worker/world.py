@@ -1,7 +1,7 @@
 """What the user's train function gets: the live hosts, their devices, the steps, the state and the reductions."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -41,8 +41,6 @@ from resilient_jax.worker.training_control import GenerationEnded
 Tree = TypeVar("Tree")
 DEFAULT_OPTIONS = AccumulationOptions()
 ONE_REPLICA_PER_HOST = ReplicaShape()
-MAX_KEPT_BYTES: Final = 2**20
-"""Of the sum of an accumulation without shards, beside one that has shards: such as metrics of an evaluation."""
 
 
 class World:
@@ -386,9 +384,7 @@ class World:
                 shares=_describe_shares(self.hosts, new_shares),
             )
         whole = [leaf for leaf in jax.tree.leaves(total) if not is_in_shards(leaf)]
-        # Else it is that of a state which no host lacks when others have committed.
-        if call.has_shards or sum(leaf.nbytes for leaf in whole) <= MAX_KEPT_BYTES:
-            self._session.keep_result(name, [*whole, np.array(self._reducer.owners, np.int32)])
+        self._session.keep_result(name, [*whole, np.array(self._reducer.owners, np.int32)])
         owners = tuple(self.hosts[index] for index in self._reducer.owners)
         self._session.finish_accumulation(call, owners, total)
         return total
