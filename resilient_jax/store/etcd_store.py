@@ -42,6 +42,7 @@ from resilient_jax.store.interface import (
     Compare,
     Operation,
     RangeOp,
+    Store,
     TransactionResult,
     WatchEvent,
     check_key,
@@ -49,7 +50,6 @@ from resilient_jax.store.interface import (
     check_prefix,
     check_ttl,
 )
-from resilient_jax.store.transaction_store import TransactionStore
 from resilient_jax.store.watch_resumption import RETRY_INTERVAL_S, WatchProgress, resume_watch
 from resilient_jax.transport.credentials import TlsFiles
 
@@ -59,7 +59,7 @@ PROBE_TTL_S: Final = 1
 """The time to live that is asked for to learn the shortest that the cluster gives."""
 
 
-class EtcdStore(TransactionStore):
+class EtcdStore(Store):
     """A `Store` in an etcd cluster.
 
     After PeerUnreachable a change may have been made or not, or may still be. Reads, leases and watches go on with

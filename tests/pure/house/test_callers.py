@@ -14,7 +14,6 @@ INSTRUMENTS = ("chaos", "local_job", "testing")
 """What runs, breaks and examines jobs from outside, for tests, campaigns and the demonstration."""
 ALLOWED = {
     "store/interface.py Store.delete": "the store has etcd's meaning; its conformance suite deletes",
-    "store/transaction_store.py TransactionStore.delete": "as above",
 }
 """Definitions without a caller, each with its reason."""
 
