@@ -23,21 +23,4 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.reed_solomon import ReedSolomon as ReedSolomon
     from resilient_jax.erasure.self_test import run_self_test as run_self_test
 
-_HOME = {
-    "Buffer": "resilient_jax.erasure.buffers",
-    "Checksum": "resilient_jax.erasure.checksum",
-    "ChecksumName": "resilient_jax.erasure.checksum",
-    "ErasureCodeError": "resilient_jax.erasure.errors",
-    "Kernel": "resilient_jax.erasure.kernel",
-    "KernelUnavailable": "resilient_jax.erasure.errors",
-    "KernelName": "resilient_jax.erasure.kernel",
-    "KernelSelfTestFailed": "resilient_jax.erasure.errors",
-    "ReedSolomon": "resilient_jax.erasure.reed_solomon",
-    "TooManyErasures": "resilient_jax.erasure.errors",
-    "run_self_test": "resilient_jax.erasure.self_test",
-    "choose_checksum": "resilient_jax.erasure.checksum",
-    "decode": "resilient_jax.erasure.decoding",
-    "encode": "resilient_jax.erasure.encoding",
-}
-
-__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = make_lazy_names(__name__)
