@@ -57,7 +57,7 @@ def search_unequal_plan(request: PlanRequest, min_replicas: int = 1) -> UnequalP
     """Return the fastest plan of unequal teams that was found; None if there is none.
 
     Args:
-        request: its hosts may have unequal numbers of devices, or speeds.
+        request: hosts and devices of it may be unequal, in number or speed.
         min_replicas: least number of replicas of the state, over all teams.
     """
     topology = request.topology

@@ -24,6 +24,7 @@ from resilient_jax.errors import (
     StoreUnreachable,
 )
 from resilient_jax.ids import LeaseId, Revision
+from resilient_jax.protocol.protobuf_classes import AnyMessage
 from resilient_jax.store.change_history import KEEP_REVISIONS
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_connection import (
@@ -37,7 +38,6 @@ from resilient_jax.store.etcd_connection import (
     EtcdUser,
 )
 from resilient_jax.store.etcd_encoding import EtcdEncoding
-from resilient_jax.store.etcd_messages import EtcdMessage
 from resilient_jax.store.interface import (
     Compare,
     Operation,
@@ -238,7 +238,7 @@ class EtcdStore(Store):
         with contextlib.suppress(PeerUnreachable, CompactedRevision):
             await self._call(COMPACT, is_repeatable=False, revision=oldest)
 
-    async def _call(self, method: EtcdMethod, *, is_repeatable: bool, **fields: object) -> EtcdMessage:
+    async def _call(self, method: EtcdMethod, *, is_repeatable: bool, **fields: object) -> AnyMessage:
         response = await self._connection.call(
             method, timeout_s=self._call_timeout_s, is_repeatable=is_repeatable, **fields
         )
