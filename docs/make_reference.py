@@ -28,6 +28,7 @@ from resilient_jax.cluster.run_directory import EndedJob
 from resilient_jax.config.job_config import JobConfig
 from resilient_jax.errors import CallerError, ExitCode, OperatorError, PeerError, ResilientJaxError
 from resilient_jax.events import EventKind
+from resilient_jax.lazy_names import read_homes
 from resilient_jax.membership.phases import PHASE_MOVES
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.generation import GenerationPhase
@@ -142,7 +143,7 @@ def find_public_summary(name: str) -> str:
     value = operator.attrgetter(name)(rj)
     if inspect.isclass(value) or inspect.isfunction(value):
         return find_summary(value)
-    module = importlib.import_module(rj._HOME[name])  # an alias does not know its module
+    module = importlib.import_module(read_homes(rj.__name__)[name])  # an alias does not know its module
     text = next(text for found, _, text in list_documented_values(module) if found == name)
     return text.split(". ")[0].rstrip(".") + "."
 

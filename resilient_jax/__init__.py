@@ -44,40 +44,7 @@ if TYPE_CHECKING:
     from resilient_jax.worker.sharded_state import ShardedState as ShardedState
     from resilient_jax.worker.world import World as World
 
-_HOME = {
-    "AccumulationOptions": "resilient_jax.step.assignment",
-    "Callback": "resilient_jax.trainer.step_report",
-    "CallerError": "resilient_jax.errors",
-    "Checkpoints": "resilient_jax.trainer.checkpoints",
-    "DataError": "resilient_jax.errors",
-    "EarlyStopping": "resilient_jax.trainer.early_stopping",
-    "Evaluation": "resilient_jax.trainer.evaluation",
-    "FitResult": "resilient_jax.trainer.fit_result",
-    "JobConfig": "resilient_jax.config.job_config",
-    "LogicalAxisRules": "resilient_jax.sharding.logical_axes",
-    "Microbatch": "resilient_jax.step.microbatch_accumulator",
-    "NonFiniteError": "resilient_jax.errors",
-    "Numerics": "resilient_jax.trainer.numerics",
-    "OperatorError": "resilient_jax.errors",
-    "Parallelism": "resilient_jax.trainer.fit_config",
-    "Pipeline": "resilient_jax.trainer.pipeline_options",
-    "Planner": "resilient_jax.trainer.planner",
-    "RaveledArray": "resilient_jax.sharding.raveled_array",
-    "ReadOptions": "resilient_jax.trainer.fit_config",
-    "ReplicaShape": "resilient_jax.step.assignment",
-    "ResilientJaxError": "resilient_jax.errors",
-    "ShardedState": "resilient_jax.worker.sharded_state",
-    "StateError": "resilient_jax.errors",
-    "StepReport": "resilient_jax.trainer.step_report",
-    "Trainer": "resilient_jax.trainer.trainer",
-    "TrainerStep": "resilient_jax.trainer.trainer_step",
-    "WeightedMean": "resilient_jax.weighted_mean",
-    "World": "resilient_jax.worker.world",
-    "digest_tree": "resilient_jax.trainer.tree_digest",
-    "run": "resilient_jax.worker.run",
-}
-
-__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME, packages=("data", "planning"))
+__getattr__, __dir__, __all__ = make_lazy_names(__name__)
 
 if "jax" in sys.modules:  # so a call before the first use of a name is refused, too
     importlib.import_module("resilient_jax.jax_runtime.distributed_refusal").refuse_under_agent()

@@ -1,6 +1,6 @@
 """Types of identifiers, so that a lease is never passed where a revision is meant."""
 
-from typing import NewType
+from typing import Final, NewType
 
 JobName = NewType("JobName", str)
 HostName = NewType("HostName", str)
@@ -13,6 +13,8 @@ WorldId = NewType("WorldId", int)
 
 Seat = NewType("Seat", int)
 """A place in a world, taken once: the id under which a worker registers with the world's coordination service."""
+DEVICE_IDS_PER_SEAT: Final = 2048
+"""On CPU (XLA's `kMaxDevicesPerProcess`): a device's id is so many times its seat, and its number there."""
 
 ProcessIndex = NewType("ProcessIndex", int)
 """A worker's index among the members of a generation, dense from 0: what `jax.process_index()` returns."""

@@ -7,6 +7,4 @@ from resilient_jax.lazy_names import make_lazy_names
 if TYPE_CHECKING:
     from resilient_jax.checkpoint.orbax_store import OrbaxStore as OrbaxStore
 
-_HOME = {"OrbaxStore": "resilient_jax.checkpoint.orbax_store"}
-
-__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = make_lazy_names(__name__)

@@ -30,10 +30,11 @@ from resilient_jax.cli.plan_table import print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
-from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.plan_request import PlanConstraints, make_request
 from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.replan_decision import ReplanDecision
 from resilient_jax.planning.replanning import replan
-from resilient_jax.planning.search import search_plans
+from resilient_jax.planning.search import search_best
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import load_topology
 
@@ -93,18 +94,18 @@ def plan(
     constants = choose_calibration(calibration, topology)
     constraints = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
 
-    search = functools.partial(
-        search_plans, cost, global_batch=global_batch, calibration=constants, constraints=constraints
-    )
+    request = make_request(cost, now, global_batch=global_batch, calibration=constants)
     started = time.monotonic()
-    plans = search(now, top=top)
+    plans = search_best(request, constraints, top)
     search_s = time.monotonic() - started
 
     decide_after = functools.partial(
         replan, min_replicas=min_replicas, has_spare=spare, devices_after_loss=devices_after_loss
     )
     # Axes that are given leave no choice.
-    change = decide_after(search(before)[0], now) if now != before and not constraints.axes else None
+    change: ReplanDecision | None = None
+    if now != before and not constraints.axes:
+        change = decide_after(search_best(request.on_topology(before), constraints)[0], now)
     decided = decide_changes(now, functools.partial(decide_after, plans[0])) if decide else {}
     with open_console() as console:
         if json_only:

@@ -10,11 +10,4 @@ if TYPE_CHECKING:
     from resilient_jax.data.packing import PackedDocuments as PackedDocuments
     from resilient_jax.data.prefetcher import Prefetcher as Prefetcher
 
-_HOME = {
-    "MicrobatchData": "resilient_jax.data.microbatches",
-    "PackedDocuments": "resilient_jax.data.packing",
-    "Prefetcher": "resilient_jax.data.prefetcher",
-    "make_microbatch_data": "resilient_jax.data.microbatches",
-}
-
-__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = make_lazy_names(__name__)

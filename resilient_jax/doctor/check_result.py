@@ -1,6 +1,8 @@
 """What a check of the machine found, and what to do about it."""
 
 import enum
+import types
+from collections.abc import Mapping
 
 import msgspec
 
@@ -46,6 +48,7 @@ def judge(
     is_bad: bool,
     remedy: str,
     verdict: CheckVerdict = CheckVerdict.WARNING,
+    figures: Mapping[str, float] = types.MappingProxyType({}),
 ) -> CheckResult:
     """Return the result of a check of one fact: ok, or, if it is bad, this verdict with the remedy."""
     return CheckResult(
@@ -54,6 +57,7 @@ def judge(
         verdict=verdict if is_bad else CheckVerdict.OK,
         found=found,
         remedy=remedy if is_bad else "",
+        figures=dict(figures),
     )
 
 

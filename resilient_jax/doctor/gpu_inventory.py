@@ -155,23 +155,12 @@ def _check_modes(gpus: Sequence[Gpu]) -> CheckResult:
         f"{gpu.index}: {gpu.compute_mode}" for gpu in gpus if gpu.compute_mode not in ("Default", "[N/A]")
     ]
     migs = [f"{gpu.index}: MIG" for gpu in gpus if gpu.mig_mode == "Enabled"]
+    found = ", ".join(migs) or "default, no MIG"
+    remedy = "NCCL does not join parts of one GPU; use whole GPUs for a job"
     if exclusive:
-        return CheckResult(
-            group=GROUP,
-            name="modes",
-            verdict=CheckVerdict.WARNING,
-            found=f"compute mode {', '.join(exclusive)}",
-            remedy="nvidia-smi -c DEFAULT: else a worker cannot start while its predecessor is torn down",
-        )
-    if migs:
-        return CheckResult(
-            group=GROUP,
-            name="modes",
-            verdict=CheckVerdict.WARNING,
-            found=", ".join(migs),
-            remedy="NCCL does not join parts of one GPU; use whole GPUs for a job",
-        )
-    return CheckResult(group=GROUP, name="modes", verdict=CheckVerdict.OK, found="default, no MIG")
+        found = f"compute mode {', '.join(exclusive)}"
+        remedy = "nvidia-smi -c DEFAULT: else a worker cannot start while its predecessor is torn down"
+    return judge(GROUP, "modes", found, is_bad=bool(exclusive or migs), remedy=remedy)
 
 
 def _check_use(gpus: Sequence[Gpu]) -> CheckResult:

@@ -98,12 +98,8 @@ def check_host_name(host: str) -> CheckResult:
         address = socket.gethostbyname(host)
         with socket.create_server((address, 0)):
             pass
+        found, is_bad = f"{host} is {address}", False
     except OSError as error:
-        return CheckResult(
-            group=GROUP,
-            name="host name",
-            verdict=CheckVerdict.WARNING,
-            found=f"{host}: {error}",
-            remedy="add it to /etc/hosts with an address of this machine",
-        )
-    return CheckResult(group=GROUP, name="host name", verdict=CheckVerdict.OK, found=f"{host} is {address}")
+        found, is_bad = f"{host}: {error}", True
+    remedy = "add it to /etc/hosts with an address of this machine"
+    return judge(GROUP, "host name", found, is_bad=is_bad, remedy=remedy)

@@ -64,31 +64,27 @@ def judge_memory(available: int, cgroup_limit: int | None) -> CheckResult:
         f", container limit {cgroup_limit // MIB} MiB" if cgroup_limit else ""
     )
     usable = min(available, cgroup_limit) if cgroup_limit else available
-    figures = {"available_mib": float(available // MIB)}
-    if usable < 2 * WORKER_MIB * MIB:
-        return CheckResult(
-            group=GROUP,
-            name="memory",
-            verdict=CheckVerdict.WARNING,
-            found=found,
-            remedy=f"a worker takes {WORKER_MIB} MiB, its zygote 25, and a snapshot twice the state's share",
-            figures=figures,
-        )
-    return CheckResult(group=GROUP, name="memory", verdict=CheckVerdict.OK, found=found, figures=figures)
+    return judge(
+        GROUP,
+        "memory",
+        found,
+        is_bad=usable < 2 * WORKER_MIB * MIB,
+        remedy=f"a worker takes {WORKER_MIB} MiB, its zygote 25, and a snapshot twice the state's share",
+        figures={"available_mib": float(available // MIB)},
+    )
 
 
 def judge_shared_memory(platform: Platform, size: int) -> CheckResult:
     """Judge the size of /dev/shm, in bytes."""
-    found = f"/dev/shm has {size // MIB} MiB; snapshots are in memory without a name, and need none of it"
-    if platform == "gpu" and size < MIN_NCCL_SHARED_MIB * MIB:
-        return CheckResult(
-            group=GROUP,
-            name="shared memory",
-            verdict=CheckVerdict.WARNING,
-            found=f"/dev/shm has {size // MIB} MiB; NCCL uses it between the GPUs of a machine",
-            remedy="start the container with --shm-size=8g, or --ipc=host",
-        )
-    return CheckResult(group=GROUP, name="shared memory", verdict=CheckVerdict.OK, found=found)
+    is_low = platform == "gpu" and size < MIN_NCCL_SHARED_MIB * MIB
+    good = "snapshots are in memory without a name, and need none of it"
+    return judge(
+        GROUP,
+        "shared memory",
+        f"/dev/shm has {size // MIB} MiB; {'NCCL uses it between the GPUs of a machine' if is_low else good}",
+        is_bad=is_low,
+        remedy="start the container with --shm-size=8g, or --ipc=host",
+    )
 
 
 def judge_descriptors(limits: tuple[int, int]) -> CheckResult:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from resilient_jax.doctor.check_result import CheckResult, CheckVerdict
+from resilient_jax.doctor.check_result import CheckResult, CheckVerdict, judge
 from resilient_jax.jax_runtime.worker_environment import (
     GPU_ENVIRONMENT,
     GPU_XLA_FLAGS,
@@ -77,24 +77,17 @@ def make_gpu_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _check_known_flags(environment: Mapping[str, str], find_unknown: FindUnknownFlags) -> CheckResult:
     # Also on CPU: it says whether this jaxlib knows what a GPU worker is given.
     unknown = find_unknown(make_gpu_environment(environment))
-    name = "flags known to XLA"
+    found = "yes, those for GPUs too"
+    remedy = "take your own flags out of XLA_FLAGS; if it is none of yours, install a tested jaxlib"
     if unknown is None:
-        return CheckResult(
-            group=GROUP,
-            name=name,
-            verdict=CheckVerdict.PROBLEM,
-            found="JAX made no CPU devices with a worker's XLA_FLAGS",
-            remedy="run: JAX_PLATFORMS=cpu python -c 'import jax; jax.devices()'",
-        )
-    if unknown:
-        return CheckResult(
-            group=GROUP,
-            name=name,
-            verdict=CheckVerdict.PROBLEM,
-            found=f"XLA refuses {unknown}, and ends every process that has it",
-            remedy="take your own flags out of XLA_FLAGS; if it is none of yours, install a tested jaxlib",
-        )
-    return CheckResult(group=GROUP, name=name, verdict=CheckVerdict.OK, found="yes, those for GPUs too")
+        found = "JAX made no CPU devices with a worker's XLA_FLAGS"
+        remedy = "run: JAX_PLATFORMS=cpu python -c 'import jax; jax.devices()'"
+    elif unknown:
+        found = f"XLA refuses {unknown}, and ends every process that has it"
+    is_bad = unknown != ""
+    return judge(
+        GROUP, "flags known to XLA", found, is_bad=is_bad, remedy=remedy, verdict=CheckVerdict.PROBLEM
+    )
 
 
 def _check_own_flags(platform: Platform, environment: Mapping[str, str]) -> CheckResult:
@@ -102,33 +95,27 @@ def _check_own_flags(platform: Platform, environment: Mapping[str, str]) -> Chec
     theirs = {name: value for name, _, value in flags}
     changed = [f"{n}={theirs[n]}" for n, value in GPU_XLA_FLAGS.items() if theirs.get(n, value) != value]
     changed += [f"{n}={environment[n]}" for n, v in GPU_ENVIRONMENT.items() if environment.get(n, v) != v]
-    if platform == "gpu" and changed:
-        return CheckResult(
-            group=GROUP,
-            name="settings for survival",
-            verdict=CheckVerdict.WARNING,
-            found=f"yours take precedence: {', '.join(changed)}",
-            remedy="unset them: with these a worker may not survive a peer's death",
-        )
-    return CheckResult(
-        group=GROUP,
-        name="settings for survival",
-        verdict=CheckVerdict.OK,
-        found="nothing of yours contradicts them",
+    is_bad = platform == "gpu" and bool(changed)
+    return judge(
+        GROUP,
+        "settings for survival",
+        f"yours take precedence: {', '.join(changed)}" if is_bad else "nothing of yours contradicts them",
+        is_bad=is_bad,
+        remedy="unset them: with these a worker may not survive a peer's death",
     )
 
 
 def _check_platforms(platform: Platform, environment: Mapping[str, str]) -> CheckResult:
-    name, found = "JAX_PLATFORMS", environment.get("JAX_PLATFORMS", "")
-    if platform == "gpu" and found and found.split(",")[0] not in ("cuda", "gpu", "rocm"):
-        return CheckResult(
-            group=GROUP,
-            name=name,
-            verdict=CheckVerdict.PROBLEM,
-            found=f"{found}: workers would train there, not on GPUs",
-            remedy="unset JAX_PLATFORMS",
-        )
-    return CheckResult(group=GROUP, name=name, verdict=CheckVerdict.OK, found=found or "not set")
+    found = environment.get("JAX_PLATFORMS", "")
+    is_bad = platform == "gpu" and found != "" and found.split(",")[0] not in ("cuda", "gpu", "rocm")
+    return judge(
+        GROUP,
+        "JAX_PLATFORMS",
+        f"{found}: workers would train there, not on GPUs" if is_bad else found or "not set",
+        is_bad=is_bad,
+        remedy="unset JAX_PLATFORMS",
+        verdict=CheckVerdict.PROBLEM,
+    )
 
 
 def _check_proxies(environment: Mapping[str, str]) -> CheckResult:

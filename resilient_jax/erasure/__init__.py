@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.checksum import Checksum as Checksum
     from resilient_jax.erasure.checksum import ChecksumName as ChecksumName
     from resilient_jax.erasure.checksum import choose_checksum as choose_checksum
-    from resilient_jax.erasure.decoding import decode as decode
-    from resilient_jax.erasure.encoding import encode as encode
     from resilient_jax.erasure.errors import ErasureCodeError as ErasureCodeError
     from resilient_jax.erasure.errors import KernelSelfTestFailed as KernelSelfTestFailed
     from resilient_jax.erasure.errors import KernelUnavailable as KernelUnavailable
@@ -22,22 +20,7 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.kernel import KernelName as KernelName
     from resilient_jax.erasure.reed_solomon import ReedSolomon as ReedSolomon
     from resilient_jax.erasure.self_test import run_self_test as run_self_test
+    from resilient_jax.erasure.shards import decode as decode
+    from resilient_jax.erasure.shards import encode as encode
 
-_HOME = {
-    "Buffer": "resilient_jax.erasure.buffers",
-    "Checksum": "resilient_jax.erasure.checksum",
-    "ChecksumName": "resilient_jax.erasure.checksum",
-    "ErasureCodeError": "resilient_jax.erasure.errors",
-    "Kernel": "resilient_jax.erasure.kernel",
-    "KernelUnavailable": "resilient_jax.erasure.errors",
-    "KernelName": "resilient_jax.erasure.kernel",
-    "KernelSelfTestFailed": "resilient_jax.erasure.errors",
-    "ReedSolomon": "resilient_jax.erasure.reed_solomon",
-    "TooManyErasures": "resilient_jax.erasure.errors",
-    "run_self_test": "resilient_jax.erasure.self_test",
-    "choose_checksum": "resilient_jax.erasure.checksum",
-    "decode": "resilient_jax.erasure.decoding",
-    "encode": "resilient_jax.erasure.encoding",
-}
-
-__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = make_lazy_names(__name__)

@@ -4,17 +4,18 @@ A library built for another processor, or a compiler with a bug, gives wrong par
 recovery needs it.
 """
 
+import functools
 import random
 import time
 from dataclasses import dataclass
 
-from resilient_jax.erasure.decoding import decode
-from resilient_jax.erasure.encoding import encode
+import reedsolo
+
 from resilient_jax.erasure.errors import KernelSelfTestFailed
-from resilient_jax.erasure.galois_field import multiplication_row
+from resilient_jax.erasure.galois_field import PRIMITIVE_POLYNOMIAL, multiplication_row
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.reed_solomon import ReedSolomon
-from resilient_jax.erasure.reference_codec import make_reference_codec
+from resilient_jax.erasure.shards import decode, encode
 
 SHARD_BYTES = 291
 """Bytes of a shard: several vectors of any processor and a partial one at the end."""
@@ -22,6 +23,19 @@ COMPARED_COLUMNS = (*range(8), *range(SHARD_BYTES - 40, SHARD_BYTES))
 """The columns compared with reedsolo, which takes 15 us for each: those at both ends."""
 CODES = (ReedSolomon(1, 1), ReedSolomon(4, 2), ReedSolomon(10, 7))
 """One code for each path of the kernels: XOR; few rows; more than the six rows that ISA-L does at once."""
+
+
+@functools.lru_cache(maxsize=64)
+def make_reference_codec(code: ReedSolomon) -> reedsolo.RSCodec:
+    """Return reedsolo with the parameters of our code, for one column at a time.
+
+    It is cached, as making it takes longer than using it.
+
+    reedsolo keeps the tables of the field in module globals, which every call sets to those of its codec: a thread
+    that uses reedsolo with another field at the same time breaks it.
+    """
+    # fcr=0 makes g(x) = prod_{i<m} (x - 2^i), as in `reed_solomon`; nsize=n, as a codeword has one byte of each shard.
+    return reedsolo.RSCodec(nsym=code.m, nsize=code.n, fcr=0, prim=PRIMITIVE_POLYNOMIAL, generator=2)
 
 
 @dataclass(frozen=True, slots=True)

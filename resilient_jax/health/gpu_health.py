@@ -131,46 +131,36 @@ def judge_reading(reading: GpuReading) -> tuple[GpuFinding, ...]:
     """Return what is wrong with a GPU, whether it trains or not; nothing if it may train."""
     if reading.problem:
         return (_find(reading, GpuSeverity.FAILED, "unreachable", f"it cannot be used: {reading.problem}"),)
-    found = []
-    if reading.has_remap_failed:
-        found.append(
-            _find(
-                reading,
-                GpuSeverity.UNFIT,
-                "row remap failure",
-                "a row of its memory could not be replaced: the vendor exchanges such GPUs",
-            )
-        )
-    if reading.is_page_pending:
+    uncorrected, is_remap_pending = reading.uncorrected_ecc, reading.is_remap_pending
+    judged = (
+        (
+            reading.has_remap_failed,
+            GpuSeverity.UNFIT,
+            "row remap failure",
+            "a row of its memory could not be replaced: the vendor exchanges such GPUs",
+        ),
         # GPUs before Ampere contain no memory error: the next program may be given the same page.
-        found.append(
-            _find(
-                reading,
-                GpuSeverity.UNFIT,
-                "retired pages pending",
-                "pages of its memory with errors are in use until it is reset",
-            )
-        )
-    if reading.is_remap_pending and reading.uncorrected_ecc:
-        found.append(
-            _find(
-                reading,
-                GpuSeverity.UNFIT,
-                "uncorrected memory error",
-                f"rows of its memory had {reading.uncorrected_ecc} uncorrected errors: only a reset replaces them",
-            )
-        )
-    elif reading.is_remap_pending:
+        (
+            reading.is_page_pending,
+            GpuSeverity.UNFIT,
+            "retired pages pending",
+            "pages of its memory with errors are in use until it is reset",
+        ),
+        (
+            is_remap_pending and uncorrected,
+            GpuSeverity.UNFIT,
+            "uncorrected memory error",
+            f"rows of its memory had {uncorrected} uncorrected errors: only a reset replaces them",
+        ),
         # NVML's documentation: "a pending remapping won't affect future work on the GPU".
-        found.append(
-            _find(
-                reading,
-                GpuSeverity.NOTED,
-                "row remap pending",
-                "a row of its memory is replaced by the next reset; it may train until then",
-            )
-        )
-    return tuple(found)
+        (
+            is_remap_pending and not uncorrected,
+            GpuSeverity.NOTED,
+            "row remap pending",
+            "a row of its memory is replaced by the next reset; it may train until then",
+        ),
+    )
+    return tuple(_find(reading, severity, name, why) for applies, severity, name, why in judged if applies)
 
 
 def name_hot_reasons(bits: int | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ A task begins when the task before it on its host is done, and all that it needs
 The step takes as long as the path to the task that ends last.
 """
 
+import graphlib
 from collections.abc import Callable, Mapping, Sequence
 
 from resilient_jax.ids import HostName
@@ -25,7 +26,7 @@ class StepPath:
             for place, task in enumerate(tasks):
                 before = [tasks[place - 1]] if place else []
                 needs[task] = [*before, *list_needs(task, by_microbatch[task.microbatch])]
-        self.tasks = _sort(needs)
+        self.tasks = list(graphlib.TopologicalSorter(needs).static_order())
         """In an order in which each comes after all that it needs."""
         index_of = {task: index for index, task in enumerate(self.tasks)}
         self._needs = [tuple(index_of[need] for need in needs[task]) for task in self.tasks]
@@ -45,17 +46,3 @@ class StepPath:
         for task, needs in zip(self.tasks, self._needs, strict=True):
             ends.append(max((ends[need] for need in needs), default=0.0) + seconds(task))
         return max(ends, default=0.0)
-
-
-def _sort(needs: Mapping[Task, Sequence[Task]]) -> list[Task]:
-    """Return the tasks, each after those that it needs; the needs have no cycle."""
-    found: dict[Task, None] = {}
-    for task in needs:
-        pending = [task]
-        while pending:
-            missing = [need for need in needs[pending[-1]] if need not in found]
-            if missing:
-                pending += missing
-            else:
-                found[pending.pop()] = None
-    return list(found)

@@ -27,11 +27,10 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from resilient_jax.ids import Seat
+from resilient_jax.ids import DEVICE_IDS_PER_SEAT, Seat
 from resilient_jax.jax_runtime.abort import shut_connections_to
 from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient
-from resilient_jax.jax_runtime.local_topology import DEVICE_IDS_PER_PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ def parse_rank(value: bytes) -> tuple[Endpoint, tuple[int, ...]] | None:
 
 
 def _parse_seats(clique: str) -> frozenset[Seat]:
-    return frozenset(Seat(int(device) // DEVICE_IDS_PER_PROCESS) for device in clique.split(","))
+    return frozenset(Seat(int(device) // DEVICE_IDS_PER_SEAT) for device in clique.split(","))
 
 
 def _read_published(client: RuntimeClient) -> Published:

@@ -10,7 +10,7 @@ from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plans
+from resilient_jax.planning.search import search_best
 from resilient_jax.planning.state_migration import StateMigration, plan_migration, plan_team_migration
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.planning.unequal_search import search_unequal_plan
@@ -100,15 +100,7 @@ class NextPlanSearch:
         plans: list[Plan | UnequalPlan] = [kept] if kept is not None else []
         if kept is None or plan.layout.axes.pipeline == 1:
             plans.append(self._search_runnable(plan, topology))
-        request = plan.request
-        unequal = search_unequal_plan(
-            request.program_cost,
-            topology,
-            global_batch=request.global_batch,
-            calibration=request.calibration,
-            number_format=request.number_format,
-            min_replicas=self.min_replicas,
-        )
+        unequal = search_unequal_plan(plan.request.on_topology(topology), self.min_replicas)
         if unequal is not None and _can_run(unequal, plan):
             plans.append(unequal)
         best = min(plans, key=lambda one: one.step_time_s)
@@ -132,7 +124,8 @@ class NextPlanSearch:
         replica_axes = plan.layout.axes
         axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in replica_axes._fields}
         try:
-            return _search(plan, topology, PlanConstraints(axes, plan.microbatch, self.min_replicas))[0]
+            constraints = PlanConstraints(axes, plan.microbatch, self.min_replicas)
+            return search_best(plan.request.on_topology(topology), constraints)[0]
         except PlanError:
             return None
 
@@ -162,7 +155,8 @@ class NextPlanSearch:
         if it has them; after a pipeline, whose axes do not fit any more, any.
         """
         given = {Axis.PIPELINE: 1} if plan.layout.axes.pipeline == 1 else {}
-        found = _search(plan, topology, PlanConstraints(given, min_replicas=self.min_replicas), MAX_PLANS)
+        constraints = PlanConstraints(given, min_replicas=self.min_replicas)
+        found = search_best(plan.request.on_topology(topology), constraints, MAX_PLANS)
         inside = [one for one in found if one.layout.host_slots == 1]
         return inside[0] if plan.layout.host_slots == 1 and inside else found[0]
 
@@ -185,23 +179,6 @@ def price_kept_stages_s(plan: Plan, topology: Topology, lost: set[str]) -> float
         return 0.0
     kept = NextPlanSearch().try_keep(plan, topology.without(*out))
     return kept.step_time_s if kept is not None else 0.0
-
-
-def _search(
-    plan: Plan, topology: Topology, constraints: PlanConstraints, number: int = 1
-) -> tuple[Plan, ...]:
-    """Return the fastest plans for what another plan computes, on a topology that has changed."""
-    request = plan.request
-    return search_plans(
-        request.program_cost,
-        topology,
-        global_batch=request.global_batch,
-        calibration=request.calibration,
-        constraints=constraints,
-        number_format=request.number_format,
-        pipeline_repeats=request.pipeline_repeats,
-        top=number,
-    )
 
 
 def _estimate_migration_s(before: Plan, migration: StateMigration) -> float:

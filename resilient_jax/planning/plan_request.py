@@ -37,11 +37,15 @@ class PlanRequest:
     number_format: str
     pipeline_repeats: int = 1
 
+    def on_topology(self, topology: Topology) -> "PlanRequest":
+        """Return the request for a plan on any hosts of another topology."""
+        pool = build_host_pool(topology, self.number_format)
+        return dataclasses.replace(self, topology=topology, pool=pool)
+
     def on_hosts(self, hosts: Iterable[Host], global_batch: int) -> "PlanRequest":
         """Return the request for a part of the hosts, and of the batch."""
-        topology = dataclasses.replace(self.topology, hosts=tuple(hosts))
-        pool = build_host_pool(topology, self.number_format)
-        return dataclasses.replace(self, topology=topology, pool=pool, global_batch=global_batch)
+        part = self.on_topology(dataclasses.replace(self.topology, hosts=tuple(hosts)))
+        return dataclasses.replace(part, global_batch=global_batch)
 
     def with_memory(self, memory_bytes: int) -> "PlanRequest":
         """Return the request for the hosts whose devices have at least so much memory."""

@@ -20,8 +20,8 @@ from resilient_jax.planning.plan_request import (
     make_request,
 )
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search_space import SearchSpace, find_divisors
-from resilient_jax.planning.tensor_partition import find_violated_rules, require_partitionable
+from resilient_jax.planning.search_space import SearchSpace
+from resilient_jax.planning.tensor_partition import find_divisors, find_violated_rules, require_partitionable
 from resilient_jax.topology import Topology
 
 
@@ -66,33 +66,6 @@ def search_plan(
         >>> rj.planning.search_plan(cost, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
         17.6
     """
-    return search_plans(
-        program_cost,
-        topology,
-        global_batch=global_batch,
-        calibration=calibration,
-        constraints=PlanConstraints(parse_axis_sizes(axes), min_replicas=min_replicas),
-        number_format=number_format,
-        pipeline_repeats=pipeline_repeats,
-    )[0]
-
-
-def search_plans(
-    program_cost: ProgramCost,
-    topology: Topology,
-    *,
-    global_batch: int,
-    calibration: Calibration = DEFAULT_CALIBRATION,
-    constraints: PlanConstraints = NO_CONSTRAINTS,
-    number_format: str | None = None,
-    pipeline_repeats: int = 1,
-    top: int = 1,
-) -> tuple[Plan, ...]:
-    """Return the best plans as `search_best` does; most arguments are `search_plan`'s.
-
-    Raises:
-        PlanError: as of `search_plan`.
-    """
     request = make_request(
         program_cost,
         topology,
@@ -101,7 +74,7 @@ def search_plans(
         number_format=number_format,
         pipeline_repeats=pipeline_repeats,
     )
-    return search_best(request, constraints, top)
+    return search_best(request, PlanConstraints(parse_axis_sizes(axes), min_replicas=min_replicas))[0]
 
 
 def search_best(

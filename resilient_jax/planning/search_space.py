@@ -1,26 +1,14 @@
 """Which candidates a request and its constraints allow: sizes of axes, microbatches, numbers of replicas, layouts."""
 
 import collections
-import math
 from collections.abc import Iterable, Mapping
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig
 from resilient_jax.planning.plan_request import HostUse, PlanConstraints
-from resilient_jax.planning.tensor_partition import find_axis_sizes
+from resilient_jax.planning.tensor_partition import find_axis_sizes, find_divisors
 from resilient_jax.topology import Topology
-
-
-def find_divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, in order.
-
-    >>> find_divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    # Divisors come in pairs (d, n / d) with d <= sqrt(n).
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return tuple(sorted({size for low in small for size in (low, number // low)}))
 
 
 class SearchSpace:

@@ -6,6 +6,7 @@ slow host divides computing by its speed; its links stay as they are.
 """
 
 import operator
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -76,12 +77,8 @@ class PartLoad(NamedTuple):
     collectives_s: dict[Axis, float]
 
 
-class MicrobatchLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a microbatch demands of the devices of a replica, on any host kind."""
-
-    embedding: PartLoad
-    layer: PartLoad
-    head: PartLoad
+MicrobatchLoad = Mapping[ModelPart, PartLoad]
+"""What a microbatch demands of the devices of a replica, on any host kind."""
 
 
 def count_microbatch_load(
@@ -98,22 +95,14 @@ def count_microbatch_load(
     axes = layout.axes
     factors = {axis: layout.axis_level_factors(axis) for axis in _AXES}
     totals = {part: PartLoad(DeviceWork(0.0, 0.0, 0.0, 0), {}) for part in ModelPart}
-    state_by_part = {
-        ModelPart.EMBEDDING: state.embedding,
-        ModelPart.LAYER: state.layer,
-        ModelPart.HEAD: state.head,
-    }
-    if state.tied.parameters:
-        state_by_part = {**state_by_part, **_with_tied(state_by_part, state, axes)}
+    state_by_part = {ModelPart.LAYER: state.layer, **_share_tied(state, axes)}
     for cost in program_cost.parts:
-        state_part = state_by_part[cost.part]
+        held = state_by_part[cost.part]
         totals[cost.part] = PartLoad(
-            count_device_work(program_cost, cost, state_part, axes, microbatch),
-            estimate_collectives(program_cost, cost, state_part, axes, microbatch, factors, links),
+            count_device_work(program_cost, cost, held, axes, microbatch),
+            estimate_collectives(program_cost, cost, held, axes, microbatch, factors, links),
         )
-    return MicrobatchLoad(
-        embedding=totals[ModelPart.EMBEDDING], layer=totals[ModelPart.LAYER], head=totals[ModelPart.HEAD]
-    )
+    return totals
 
 
 def estimate_transfer_s(
@@ -132,19 +121,14 @@ def estimate_transfer_s(
     )
 
 
-def _with_tied(
-    state_by_part: dict[ModelPart, PartBytes], state: StateBytes, axes: ReplicaAxes
-) -> dict[ModelPart, PartBytes]:
+def _share_tied(state: StateBytes, axes: ReplicaAxes) -> dict[ModelPart, PartBytes]:
     """Return the state of both ends, each with the tensors that they share; on one stage these have one gradient."""
     # On one stage both uses of a tied tensor add to one gradient, so only the head's copy counts it.
-    ends = {
-        ModelPart.EMBEDDING: state_by_part[ModelPart.EMBEDDING].plus(state.tied),
-        ModelPart.HEAD: state_by_part[ModelPart.HEAD].plus(state.tied),
+    once = state.tied._replace(gradients=0.0, gathered_gradients=0.0) if axes.pipeline == 1 else state.tied
+    return {
+        ModelPart.EMBEDDING: state.embedding.plus(once),
+        ModelPart.HEAD: state.head.plus(state.tied),
     }
-    if axes.pipeline == 1:
-        once = state.tied._replace(gradients=0.0, gathered_gradients=0.0)
-        ends[ModelPart.EMBEDDING] = state_by_part[ModelPart.EMBEDDING].plus(once)
-    return ends
 
 
 def estimate_part_times(
@@ -171,8 +155,8 @@ def estimate_part_times(
         )
 
     return PartTimes(
-        embedding=time(load.embedding),
-        layer=time(load.layer),
-        head=time(load.head),
+        embedding=time(load[ModelPart.EMBEDDING]),
+        layer=time(load[ModelPart.LAYER]),
+        head=time(load[ModelPart.HEAD]),
         transfer_s=sending_s,
     )

@@ -5,6 +5,7 @@ divided into s equal shards, and into s' without FSDP, counts `n dtype / s` byte
 gradients, `n compute / s'` when FSDP has gathered it, and `n gradient / s'` of gradients before FSDP scatters them.
 """
 
+import operator
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
@@ -36,13 +37,7 @@ class PartBytes(NamedTuple):
 
     def plus(self, other: "PartBytes") -> "PartBytes":
         """Return the sum of both, field by field."""
-        return PartBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.gathered + other.gathered,
-            self.gathered_gradients + other.gathered_gradients,
-        )
+        return PartBytes(*map(operator.add, self, other))
 
 
 class StateBytes(NamedTuple):

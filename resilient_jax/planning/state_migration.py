@@ -76,23 +76,25 @@ class StateMigration:
 
 def plan_migration(before: Plan, after: Plan) -> StateMigration:
     """Return what moves from the hosts of one plan to those of the next."""
-    weights = count_layer_bytes(after.request.program_cost)
-    alive = {host.name for host in after.request.topology.hosts}
-    held = {name: regions for name, regions in find_host_states(before).items() if name in alive}
+    weights, held = count_layer_bytes(after.request.program_cost), _find_held(before, [after])
     wanted, is_exact = _assign(after, held, find_host_states(after), weights)
     return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=is_exact)
 
 
 def plan_team_migration(before: Plan, teams: Sequence[Plan]) -> StateMigration:
     """Return what moves to unequal teams; each host stays where the search put it, so fewer bytes might do."""
-    weights = count_layer_bytes(before.request.program_cost)
-    alive = {host.name for team in teams for host in team.request.topology.hosts}
-    held = {name: regions for name, regions in find_host_states(before).items() if name in alive}
+    weights, held = count_layer_bytes(before.request.program_cost), _find_held(before, teams)
     wanted: dict[HostName, HostState] = {}
     for team in teams:
         for name, regions in find_host_states(team).items():
             wanted[name] = wanted.get(name, NOTHING) | regions
     return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=False)
+
+
+def _find_held(before: Plan, after: Sequence[Plan]) -> dict[HostName, HostState]:
+    """Return what hosts of a plan hold that are there in what follows."""
+    alive = {host.name for plan in after for host in plan.request.topology.hosts}
+    return {name: regions for name, regions in find_host_states(before).items() if name in alive}
 
 
 def count_lost_bytes(plan: Plan, lost: Collection[str]) -> float:

@@ -4,6 +4,7 @@ One rule for memory, traffic and the program's shardings: what is estimated is w
 equal parts, so a dim that an axis does not divide is replicated along it.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -98,14 +99,25 @@ def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tupl
     sizes = [rule.dim_size for rule in program_cost.divisibility_rules if rule.axis is axis]
     if axis is Axis.PIPELINE:
         return tuple(range(1, min(at_most, max(sizes, default=1)) + 1))
-    candidates = {1}.union(*(_divisors_of(size, at_most) for size in sizes))
-    return tuple(sorted(size for size in candidates if not find_violated_rules(program_cost, axis, size)))
+    candidates = {1, *itertools.chain.from_iterable(map(find_divisors, sizes))}
+    return tuple(
+        sorted(
+            size
+            for size in candidates
+            if size <= at_most and not find_violated_rules(program_cost, axis, size)
+        )
+    )
 
 
-def _divisors_of(number: int, at_most: int) -> set[int]:
+def find_divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, in order.
+
+    >>> find_divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
     # Divisors come in pairs (d, n / d) with d <= sqrt(n).
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return {size for low in small for size in (low, number // low) if size <= at_most}
+    return tuple(sorted({size for low in small for size in (low, number // low)}))
 
 
 def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
@@ -121,7 +133,7 @@ def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
         return
     # FSDP can shard any dim of the state that has a divisor from 2 to `at_most`.
     dims = {size for tensor in program_cost.tensors for size in tensor.shape}
-    if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
+    if any(1 < divisor <= at_most for size in dims for divisor in find_divisors(size)):
         return
     named = (
         ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in program_cost.divisibility_rules}))

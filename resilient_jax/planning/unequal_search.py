@@ -25,14 +25,12 @@ from typing import Final
 
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline_schedule.makespan import MachineTeam, divide_work
-from resilient_jax.planning.calibration import DEFAULT_CALIBRATION, Calibration
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_request import HostUse, PlanConstraints, PlanRequest, make_request
-from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.plan_request import HostUse, PlanConstraints, PlanRequest
 from resilient_jax.planning.search import search_best
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import Team, UnequalPlan, explain_teams, list_machines
-from resilient_jax.topology import Host, Topology
+from resilient_jax.topology import Host
 
 MAX_HOSTS = 1024
 """No larger topologies are searched: where one device of thousands is left out, nothing can be won."""
@@ -55,36 +53,16 @@ Part = tuple[Host, ...]
 """Hosts, each with the devices that one team uses."""
 
 
-def search_unequal_plan(
-    program_cost: ProgramCost,
-    topology: Topology,
-    *,
-    global_batch: int,
-    calibration: Calibration = DEFAULT_CALIBRATION,
-    number_format: str | None = None,
-    min_replicas: int = 1,
-) -> UnequalPlan | None:
+def search_unequal_plan(request: PlanRequest, min_replicas: int = 1) -> UnequalPlan | None:
     """Return the fastest plan of unequal teams that was found; None if there is none.
 
     Args:
-        topology: the available hosts, with unequal numbers of devices or speeds.
-        global_batch: sequences in a step.
-        number_format: as in `search_plan`.
+        request: hosts and devices of it may be unequal, in number or speed.
         min_replicas: least number of replicas of the state, over all teams.
-
-    Example:
-        >>> search_unequal_plan(cost, topology.without("host-1/3"), global_batch=128).shape  # doctest: +SKIP
-        'fsdp 8 and pipeline 7'
     """
+    topology = request.topology
     if len(topology.hosts) > MAX_HOSTS:
         return None
-    request = make_request(
-        program_cost,
-        topology,
-        global_batch=global_batch,
-        calibration=calibration,
-        number_format=number_format,
-    )
     search = _TeamSearch(request, min_replicas=min_replicas)
     share_plans = _SharePlans(request)
     best: UnequalPlan | None = None

@@ -7,8 +7,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.messages import SnapshotSettled
+from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
-from resilient_jax.snapshot.slot_listener import SlotListener
 
 MAX_DROPPED_KEPT: Final = 64
 """Dropped snapshots whose reasons are kept, for late requests."""
@@ -17,7 +17,7 @@ MAX_DROPPED_KEPT: Final = 64
 class DropLog:
     """Keeps the reasons of the newest drops. The caller holds the lock of `SnapshotSlots`."""
 
-    def __init__(self, host: HostName, listener: SlotListener) -> None:
+    def __init__(self, host: HostName, listener: Notifier) -> None:
         """Start with no drop; `listener` is notified of every later one."""
         self._host = host
         self._listener = listener

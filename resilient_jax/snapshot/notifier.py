@@ -29,7 +29,9 @@ RETRY_INTERVAL_S: Final = 0.1
 
 
 class Notifier:
-    """The listener of the snapshot slots.
+    """Receives what changes in the snapshot slots.
+
+    Most calls come with the lock of `SnapshotSlots` held, so each returns at once and calls nothing back.
 
     Attributes:
         list_statuses: returns the complete snapshots; to be set before the first change.
@@ -48,7 +50,7 @@ class Notifier:
     def record_event(
         self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool
     ) -> None:
-        """Send the agent an event for the host's log."""
+        """Send the agent an event for the host's log, of a snapshot if `id` is given."""
         event = Event(
             kind=kind,
             host=self._host,

@@ -48,10 +48,10 @@ from resilient_jax.snapshot.messages import (
     ManifestRequest,
     ParityPiece,
 )
+from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.peer_pool import PeerPool
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.slot_contents import SlotContents, cut_blocks, get_checksum
-from resilient_jax.snapshot.slot_listener import SlotListener
 from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 from resilient_jax.snapshot.stripes import data_members, parity_members
@@ -83,7 +83,7 @@ class ExchangeContext:
     peers: PeerPool
     kernel: Kernel
     checksum: Checksum
-    listener: SlotListener
+    listener: Notifier
     failpoints: FailPoints | None
     encoders: concurrent.futures.Executor
     """`CONCURRENT_PIECES` threads for each exchange."""

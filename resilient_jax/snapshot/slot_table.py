@@ -14,9 +14,9 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.memory_budget import NUM_SLOTS
 from resilient_jax.snapshot.messages import SlotInfo, SlotRetired
+from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.slot_choice import choose_slot, format_snapshot_id, is_outdated
 from resilient_jax.snapshot.slot_contents import SlotContents, compute_slot_layout
-from resilient_jax.snapshot.slot_listener import SlotListener
 from resilient_jax.snapshot.slot_memory import SlotMemory, SlotPhase
 
 ALLOCATION_TIMEOUT_S: Final = 2.0
@@ -37,7 +37,7 @@ class _Slot:
 class SlotTable:
     """The slots of one host. The caller holds the lock for every call but `allocate` and `share`, which take it."""
 
-    def __init__(self, host: HostName, changed: threading.Condition, listener: SlotListener) -> None:
+    def __init__(self, host: HostName, changed: threading.Condition, listener: Notifier) -> None:
         """Start with empty slots that have no memory; `changed` is notified when a slot becomes free."""
         self.layout: SnapshotLayout | None = None
         self._host = host

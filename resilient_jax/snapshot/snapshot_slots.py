@@ -31,9 +31,9 @@ from resilient_jax.snapshot.memory_budget import (
     read_free_memory,
 )
 from resilient_jax.snapshot.messages import ParityPiece, SnapshotSettled
+from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.slot_choice import format_snapshot_id, recency_key
 from resilient_jax.snapshot.slot_contents import SlotContents
-from resilient_jax.snapshot.slot_listener import SlotListener
 from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.snapshot.slot_table import SlotTable
 
@@ -45,7 +45,7 @@ class SnapshotSlots:
         changed: a condition whose lock guards the slots and all contents; notified at every change.
     """
 
-    def __init__(self, host: HostName, listener: SlotListener) -> None:
+    def __init__(self, host: HostName, listener: Notifier) -> None:
         """Start with empty slots that have no memory."""
         self.host = host
         self.changed = threading.Condition(threading.RLock())

@@ -4,13 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from resilient_jax.errors import (
-    ChecksumMismatch,
-    InternalError,
-    ResilientJaxError,
-    SnapshotDropped,
-    SnapshotMissing,
-)
+from resilient_jax.errors import ChecksumMismatch, SnapshotDropped, SnapshotMissing
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import SnapshotPhase
@@ -31,10 +25,11 @@ from resilient_jax.snapshot.messages import (
     SnapshotSettled,
     WorkerRequest,
 )
+from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.slot_contents import SlotContents
-from resilient_jax.snapshot.slot_listener import SlotListener
 from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
+from resilient_jax.transport.error_codec import name_error
 
 ReplyWithDescriptors = tuple[ServerReply, list[int]]
 """A reply, and the descriptors that are sent with it, which the sender closes."""
@@ -47,7 +42,7 @@ class WorkerSession:
         self,
         connection: Connection[ServerReply | ServerNotification, WorkerRequest],
         slots: SnapshotSlots,
-        listener: SlotListener,
+        listener: Notifier,
         on_finished: Callable[[SlotContents, PartContents], None],
     ) -> None:
         """Prepare the session; `serve` answers the requests.
@@ -82,16 +77,9 @@ class WorkerSession:
     def _reply(self, request: WorkerRequest) -> None:
         try:
             reply, descriptors = self._handle(request)
-        except ResilientJaxError as error:
-            reply, descriptors = (
-                RequestFailed(
-                    request_id=request.request_id, error=_find_known_class(error), message=str(error)
-                ),
-                [],
-            )
         except Exception as error:  # the process boundary
-            text = f"{type(error).__name__}: {error}"
-            reply = RequestFailed(request_id=request.request_id, error=InternalError.__name__, message=text)
+            name, text = name_error(error, type(request).__name__)
+            reply = RequestFailed(request_id=request.request_id, error=name, message=text)
             descriptors = []
         try:
             self._connection.send(reply, descriptors)
@@ -146,10 +134,3 @@ class WorkerSession:
         )
         with self._slots.changed:
             return reply, [os.dup(memory.descriptor)]
-
-
-def _find_known_class(error: ResilientJaxError) -> str:
-    """Return the name of the nearest base class that the worker can raise again, one of `resilient_jax.errors`."""
-    return next(
-        base.__name__ for base in type(error).__mro__ if base.__module__ == ResilientJaxError.__module__
-    )

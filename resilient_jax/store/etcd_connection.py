@@ -24,7 +24,8 @@ from resilient_jax.errors import (
     ResilientJaxError,
     Unauthenticated,
 )
-from resilient_jax.store.etcd_messages import EtcdMessage, get_message_class
+from resilient_jax.protocol.protobuf_classes import AnyMessage
+from resilient_jax.store.etcd_messages import get_message_class
 from resilient_jax.transport.channel import is_task_cancelled
 from resilient_jax.transport.credentials import TlsFiles
 from resilient_jax.transport.grpc_options import INITIAL_BACKOFF_MS, MAX_BACKOFF_MS, GrpcOptions
@@ -112,7 +113,7 @@ class EtcdConnection:
 
     async def call(
         self, method: EtcdMethod, *, timeout_s: float, is_repeatable: bool, **fields: object
-    ) -> EtcdMessage:
+    ) -> AnyMessage:
         """Return the response to a request with these fields; of a method with streams, the first one.
 
         Args:
@@ -148,7 +149,7 @@ class EtcdConnection:
         if self._current == failed:
             self._current = (failed + 1) % len(self.endpoints)
 
-    async def watch(self, **fields: object) -> AsyncGenerator[EtcdMessage, None]:
+    async def watch(self, **fields: object) -> AsyncGenerator[AnyMessage, None]:
         """Yield the responses to a watch with these fields of its `create_request`, from one member.
 
         Raises:
@@ -195,8 +196,8 @@ class EtcdConnection:
             await channel.close()
 
     async def _call_member(
-        self, member: int, method: EtcdMethod, request: EtcdMessage, timeout_s: float
-    ) -> EtcdMessage:
+        self, member: int, method: EtcdMethod, request: AnyMessage, timeout_s: float
+    ) -> AnyMessage:
         for is_last in (False, True):
             metadata = await self._metadata(member) if method is not AUTHENTICATE else ()
             try:
@@ -216,10 +217,10 @@ class EtcdConnection:
         self,
         member: int,
         method: EtcdMethod,
-        request: EtcdMessage,
+        request: AnyMessage,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
-    ) -> EtcdMessage:
+    ) -> AnyMessage:
         call = self._open_call(member, method, metadata, request, timeout_s)
         if method not in _STREAMS:
             return await call
@@ -237,7 +238,7 @@ class EtcdConnection:
         member: int,
         method: EtcdMethod,
         metadata: tuple[tuple[str, str], ...],
-        request: EtcdMessage = None,
+        request: AnyMessage = None,
         timeout_s: float | None = None,
     ) -> _Call:
         channel = self._channels[member].get()
@@ -268,7 +269,7 @@ class EtcdConnection:
         self._token = None
         return True
 
-    async def _read_within(self, call: _Call, timeout_s: float) -> EtcdMessage:
+    async def _read_within(self, call: _Call, timeout_s: float) -> AnyMessage:
         async with asyncio.timeout(timeout_s):
             return await call.read()
 
@@ -287,7 +288,7 @@ def _make_options(server_name: str | None) -> GrpcOptions:
     return [*_OPTIONS, ("grpc.ssl_target_name_override", server_name)]
 
 
-async def _ask_for_progress(call: _Call, request: EtcdMessage) -> None:
+async def _ask_for_progress(call: _Call, request: AnyMessage) -> None:
     with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)

@@ -3,7 +3,8 @@
 from typing import Final
 
 from resilient_jax.ids import LeaseId, Revision
-from resilient_jax.store.etcd_messages import EVENT_DELETE, EtcdMessage
+from resilient_jax.protocol.protobuf_classes import AnyMessage
+from resilient_jax.store.etcd_messages import EVENT_DELETE
 from resilient_jax.store.interface import (
     Compare,
     CompareOperator,
@@ -76,7 +77,7 @@ class EtcdEncoding:
                 return {"request_range": self.make_range(key, is_prefix=is_prefix)}
 
     def decode_response(
-        self, operation: Operation, response: EtcdMessage, revision: Revision
+        self, operation: Operation, response: AnyMessage, revision: Revision
     ) -> OperationResponse:
         """Return the response to an operation, in a transaction of this revision."""
         match operation:
@@ -97,7 +98,7 @@ class EtcdEncoding:
                 found = tuple(map(self._decode_key_value, response.response_range.kvs))
                 return RangeResponse(key_values=found)
 
-    def _decode_key_value(self, found: EtcdMessage) -> KeyValue:
+    def _decode_key_value(self, found: AnyMessage) -> KeyValue:
         return KeyValue(
             key=self._decode_key(found.key),
             value=found.value,
@@ -107,7 +108,7 @@ class EtcdEncoding:
             lease=LeaseId(found.lease),
         )
 
-    def decode_event(self, event: EtcdMessage) -> WatchEvent:
+    def decode_event(self, event: AnyMessage) -> WatchEvent:
         """Return the event of a watch."""
         if event.type == EVENT_DELETE:
             key, revision = self._decode_key(event.kv.key), Revision(event.kv.mod_revision)

@@ -1,28 +1,13 @@
 """The messages of etcd's gRPC interface that a store needs, by field number.
 
-The schema is a table here, from which protobuf makes the classes when this module is loaded: no generated code, and so
-no version of it that must fit the installed protobuf, nor a clash with another etcd client in the process. It declares
-a subset of https://github.com/etcd-io/etcd/blob/main/api/etcdserverpb/rpc.proto and mvccpb/kv.proto: fields that it
-leaves out are neither sent nor read. The syntax is that of proto2, whose fields have presence, so that the members of a
-`oneof` are fields like others, and a comparison with 0 is sent. The bytes are the same.
+A subset of https://github.com/etcd-io/etcd/blob/main/api/etcdserverpb/rpc.proto and mvccpb/kv.proto: fields that it
+leaves out are neither sent nor read. As fields have presence, the members of a `oneof` are fields like others, and a
+comparison with 0 is sent.
 """
 
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-EtcdMessage: TypeAlias = Any
-"""A message, or its class: made when this module is loaded, so no type checker knows its fields."""
-
-_PACKAGE: Final = "resilient_jax.etcd"  # a name of our own: on the wire there are numbers only
-_TYPES: Final = {
-    "bytes": descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
-    "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
-    "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
-    "uint64": descriptor_pb2.FieldDescriptorProto.TYPE_UINT64,
-    "enum": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,  # an enum's encoding
-    "bool": descriptor_pb2.FieldDescriptorProto.TYPE_BOOL,
-}
+from resilient_jax.protocol.protobuf_classes import AnyMessage, make_message_classes
 
 _SCHEMA: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "Header": {"cluster_id": (1, "uint64"), "member_id": (2, "uint64"), "revision": (3, "int64")},
@@ -116,28 +101,9 @@ _SCHEMA: Final[dict[str, dict[str, tuple[int, str]]]] = {
 EVENT_DELETE: Final = 1
 """`Event.type` of a deleted key."""
 
-_POOL: Final = descriptor_pool.DescriptorPool()
+_CLASSES: Final = make_message_classes("resilient_jax.etcd", _SCHEMA)
 
 
-def _add_schema() -> None:
-    file = descriptor_pb2.FileDescriptorProto(name="etcd.proto", package=_PACKAGE, syntax="proto2")
-    for name, fields in _SCHEMA.items():
-        message = file.message_type.add(name=name)
-        for field_name, (number, kind) in fields.items():
-            field = message.field.add(name=field_name, number=number)
-            is_list, base = kind.endswith("[]"), kind.removesuffix("[]")
-            field.label = field.LABEL_REPEATED if is_list else field.LABEL_OPTIONAL
-            if base in _TYPES:
-                field.type = _TYPES[base]
-            else:
-                field.type = field.TYPE_MESSAGE
-                field.type_name = f".{_PACKAGE}.{base}"
-    _POOL.Add(file)
-
-
-_add_schema()
-
-
-def get_message_class(name: str) -> EtcdMessage:
+def get_message_class(name: str) -> AnyMessage:
     """Return the class of a message by its name in etcd's interface, such as `TxnRequest`."""
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+    return _CLASSES[name]

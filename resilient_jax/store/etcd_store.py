@@ -24,6 +24,7 @@ from resilient_jax.errors import (
     StoreUnreachable,
 )
 from resilient_jax.ids import LeaseId, Revision
+from resilient_jax.protocol.protobuf_classes import AnyMessage
 from resilient_jax.store.change_history import KEEP_REVISIONS
 from resilient_jax.store.etcd_address import EtcdAddress
 from resilient_jax.store.etcd_connection import (
@@ -37,11 +38,11 @@ from resilient_jax.store.etcd_connection import (
     EtcdUser,
 )
 from resilient_jax.store.etcd_encoding import EtcdEncoding
-from resilient_jax.store.etcd_messages import EtcdMessage
 from resilient_jax.store.interface import (
     Compare,
     Operation,
     RangeOp,
+    Store,
     TransactionResult,
     WatchEvent,
     check_key,
@@ -49,7 +50,6 @@ from resilient_jax.store.interface import (
     check_prefix,
     check_ttl,
 )
-from resilient_jax.store.transaction_store import TransactionStore
 from resilient_jax.store.watch_resumption import RETRY_INTERVAL_S, WatchProgress, resume_watch
 from resilient_jax.transport.credentials import TlsFiles
 
@@ -59,7 +59,7 @@ PROBE_TTL_S: Final = 1
 """The time to live that is asked for to learn the shortest that the cluster gives."""
 
 
-class EtcdStore(TransactionStore):
+class EtcdStore(Store):
     """A `Store` in an etcd cluster.
 
     After PeerUnreachable a change may have been made or not, or may still be. Reads, leases and watches go on with
@@ -238,7 +238,7 @@ class EtcdStore(TransactionStore):
         with contextlib.suppress(PeerUnreachable, CompactedRevision):
             await self._call(COMPACT, is_repeatable=False, revision=oldest)
 
-    async def _call(self, method: EtcdMethod, *, is_repeatable: bool, **fields: object) -> EtcdMessage:
+    async def _call(self, method: EtcdMethod, *, is_repeatable: bool, **fields: object) -> AnyMessage:
         response = await self._connection.call(
             method, timeout_s=self._call_timeout_s, is_repeatable=is_repeatable, **fields
         )

@@ -13,10 +13,12 @@ Rules (https://etcd.io/docs/v3.6/learning/api/):
 - Keys are non-empty strings; the prefix "" matches every key.
 """
 
+import abc
 import enum
 import math
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from types import TracebackType
+from typing import Self, cast
 
 import msgspec
 
@@ -178,12 +180,20 @@ class TransactionResult(msgspec.Struct, frozen=True, kw_only=True):
     responses: tuple[OperationResponse, ...]
 
 
-class Store(Protocol):
-    """A store. `testing/store_conformance.py` is its contract in executable form.
+class Store(abc.ABC):
+    """A store; enter it (`async with`) to close it at the end. Its contract: `tests/conformance/store_conformance.py`.
 
     Every method may raise PeerUnreachable where the store is in another process; a change may then have been made or
-    not. Invalid arguments raise CallerError and change nothing.
+    not. Invalid arguments raise CallerError and change nothing. Reads and changes of one key are transactions.
     """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
         """Write one key; return the revision.
@@ -191,27 +201,34 @@ class Store(Protocol):
         Raises:
             LeaseExpired: the lease is gone; nothing was written.
         """
-        ...
+        operation = PutOp(key, value, NO_LEASE if lease is None else lease)
+        return (await self.transaction((), (operation,))).revision
 
     async def get(self, key: str) -> KeyValue | None:
         """Return one key, or None where it does not exist."""
-        ...
+        result = await self.transaction((), (RangeOp(key),))
+        found = cast(RangeResponse, result.responses[0]).key_values
+        return found[0] if found else None
 
     async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
         """Return the revision, and all keys that begin with `prefix` as of that revision, sorted.
 
         To continue without a gap, watch from that revision + 1.
         """
-        ...
+        result = await self.transaction((), (RangeOp(prefix, is_prefix=True),))
+        return result.revision, list(cast(RangeResponse, result.responses[0]).key_values)
 
     async def delete(self, key: str) -> bool:
         """Delete one key; return whether it existed."""
-        ...
+        result = await self.transaction((), (DeleteOp(key),))
+        return cast(DeleteResponse, result.responses[0]).deleted > 0
 
     async def delete_prefix(self, prefix: str) -> int:
         """Delete all keys that begin with `prefix`, in one revision; return their number."""
-        ...
+        result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
+        return cast(DeleteResponse, result.responses[0]).deleted
 
+    @abc.abstractmethod
     async def transaction(
         self,
         compares: Sequence[Compare],
@@ -228,28 +245,28 @@ class Store(Protocol):
         Raises:
             LeaseExpired: an operation of the branch puts with a lease that is gone; nothing was done.
         """
-        ...
 
+    @abc.abstractmethod
     async def grant(self, ttl_s: float) -> LeaseId:
         """Return a new lease, which expires after `ttl_s` without a `keep_alive`, or somewhat later."""
-        ...
 
+    @abc.abstractmethod
     async def keep_alive(self, lease: LeaseId) -> float:
         """Restart the lease's time to live; return the seconds until it expires.
 
         Raises:
             LeaseExpired: the lease is gone, and its keys are deleted.
         """
-        ...
 
+    @abc.abstractmethod
     async def revoke(self, lease: LeaseId) -> None:
         """End a lease now and delete its keys.
 
         Raises:
             LeaseExpired: the lease is gone already.
         """
-        ...
 
+    @abc.abstractmethod
     def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
         """Yield the changes of keys that begin with `prefix`, from `from_revision` on, past and future.
 
@@ -261,11 +278,10 @@ class Store(Protocol):
                 with `range`, then watch from its revision + 1.
             PeerUnreachable: the store was closed or lost.
         """
-        ...
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """End all watches and release the resources of this store; closing twice is allowed."""
-        ...
 
 
 def check_key(key: str) -> None:

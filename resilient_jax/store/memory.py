@@ -15,13 +15,13 @@ from resilient_jax.store.change_history import KEEP_REVISIONS
 from resilient_jax.store.interface import (
     Compare,
     Operation,
+    Store,
     TransactionResult,
     WatchEvent,
     check_prefix,
 )
 from resilient_jax.store.journal import Changed, LeaseEnded, LeaseGranted, StoreImage, StoreJournal
 from resilient_jax.store.state_machine import StoreStateMachine
-from resilient_jax.store.transaction_store import TransactionStore
 from resilient_jax.store.watch_channels import WatchChannels
 
 EXPIRY_CHECK_INTERVAL_S = 0.1
@@ -34,7 +34,7 @@ MAX_BATCH_BYTES = 1024 * 1024
 MAX_TRANSACTION_BYTES)."""
 
 
-class MemoryStore(TransactionStore):
+class MemoryStore(Store):
     """A store in the memory of this process; enter it (`async with`) so that leases expire.
 
     It ends with the process, unless it has a journal (`from_journal`): then a store in another process goes on from it.
@@ -176,7 +176,7 @@ class MemoryStore(TransactionStore):
             self._check_open()
             # Taken before the history is read: a change after the read wakes this very channel.
             channel = self._channels.get(prefix)
-            events, next_revision = self._machine.read_history(
+            events, next_revision = self._machine.history.read(
                 prefix, next_revision, MAX_BATCH_BYTES, self._told_revision
             )
             yield events, next_revision

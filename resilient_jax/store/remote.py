@@ -11,6 +11,7 @@ from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
     Compare,
     Operation,
+    Store,
     TransactionResult,
     WatchEvent,
 )
@@ -29,7 +30,6 @@ from resilient_jax.store.messages import (
     TransactionRequest,
     WatchRequest,
 )
-from resilient_jax.store.transaction_store import TransactionStore
 from resilient_jax.store.watch_resumption import RETRY_INTERVAL_S, WatchProgress, resume_watch
 from resilient_jax.transport import Channel, Credentials
 from resilient_jax.transport.method import Method, RequestT, ResponseT
@@ -42,7 +42,7 @@ MIN_ATTEMPT_TIMEOUT_S = 0.25
 """The last attempt may pass the deadline by this much: enough to learn the reason of the failure."""
 
 
-class RemoteStore(TransactionStore):
+class RemoteStore(Store):
     """The client of a `Store` that `service.serve_store` serves in another process.
 
     It repeats no call: after PeerUnreachable a change may have been made or not. Only watches resume.

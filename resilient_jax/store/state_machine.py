@@ -13,8 +13,9 @@ two states at once. It is still deterministic: the same calls give the same stat
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import assert_never
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, assert_never
 
 from resilient_jax.errors import LeaseExpired
 from resilient_jax.ids import LeaseId, Revision
@@ -264,16 +265,6 @@ class StoreStateMachine:
             self._leases[before.lease].keys.discard(key)
         return DeleteEvent(key=key, mod_revision=revision)
 
-    # History
-
-    def read_history(
-        self, prefix: str, from_revision: Revision, max_bytes: int, last_revision: Revision | None = None
-    ) -> tuple[list[WatchEvent], Revision]:
-        """Return the events of keys that begin with `prefix`, by default all; see `ChangeHistory.read`."""
-        if last_revision is None:
-            last_revision = self.revision
-        return self.history.read(prefix, from_revision, max_bytes, last_revision)
-
     # Journal
 
     def make_image(self, store_id: str) -> StoreImage:
@@ -318,30 +309,15 @@ class StoreStateMachine:
 
 
 def _holds(compare: Compare, found: KeyValue | None) -> bool:
-    match compare.target:
-        case CompareTarget.VALUE:
-            if found is None:
-                return False
-            return _compare(found.value, compare.op, compare.value)
-        case CompareTarget.VERSION:
-            return _compare(found.version if found else 0, compare.op, compare.value)
-        case CompareTarget.CREATE_REVISION:
-            return _compare(found.create_revision if found else 0, compare.op, compare.value)
-        case CompareTarget.MOD_REVISION:
-            return _compare(found.mod_revision if found else 0, compare.op, compare.value)
-        case _:
-            assert_never(compare.target)
+    if found is None:  # compares as 0, its value as nothing
+        return compare.target is not CompareTarget.VALUE and _RELATIONS[compare.op](0, compare.value)
+    return _RELATIONS[compare.op](getattr(found, compare.target.value), compare.value)
 
 
-def _compare(found: bytes | int, op: CompareOperator, expected: bytes | int) -> bool:
-    match op:
-        case CompareOperator.EQUAL:
-            return found == expected
-        case CompareOperator.NOT_EQUAL:
-            return found != expected
-        case CompareOperator.GREATER:
-            return found > expected  # type: ignore[operator] Compare checks that both are of one type
-        case CompareOperator.LESS:
-            return found < expected  # type: ignore[operator] Compare checks that both are of one type
-        case _:
-            assert_never(op)
+_RELATIONS: Final[Mapping[CompareOperator, Callable[[Any, Any], bool]]] = {
+    CompareOperator.EQUAL: operator.eq,
+    CompareOperator.NOT_EQUAL: operator.ne,
+    CompareOperator.GREATER: operator.gt,
+    CompareOperator.LESS: operator.lt,
+}
+"""`Compare` checks that both sides are of one type."""

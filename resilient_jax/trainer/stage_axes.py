@@ -17,8 +17,7 @@ from resilient_jax.health.finding import Finding
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
-from resilient_jax.planning.search_space import find_divisors
-from resilient_jax.planning.tensor_partition import partition_tensor
+from resilient_jax.planning.tensor_partition import find_divisors, partition_tensor
 from resilient_jax.policy.devices_after_loss import (
     DeviceChoice,
     DevicesAfterLoss,

@@ -18,13 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 from resilient_jax.erasure.buffers import Buffer
-from resilient_jax.erasure.decoding import decode
-from resilient_jax.erasure.encoding import encode
 from resilient_jax.erasure.errors import ErasureCodeError
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.matrix import Matrix, linear_combination
 from resilient_jax.erasure.reed_solomon import ReedSolomon
-from resilient_jax.erasure.reference_codec import make_reference_codec
+from resilient_jax.erasure.self_test import make_reference_codec
+from resilient_jax.erasure.shards import decode, encode
 
 CODE = ReedSolomon(3, 2)
 """The code of the checks for which one shape is enough."""

@@ -102,7 +102,18 @@ MACHINES = frozenset(
 )
 
 PURE_LIBRARIES = frozenset(
-    {"bisect", "collections", "dataclasses", "enum", "itertools", "math", "msgspec", "statistics", "typing"}
+    {
+        "bisect",
+        "collections",
+        "dataclasses",
+        "enum",
+        "graphlib",
+        "itertools",
+        "math",
+        "msgspec",
+        "statistics",
+        "typing",
+    }
 )
 
 PACKAGES = frozenset(room.split(".")[0] for rooms in LAYERS for room in rooms)

@@ -11,10 +11,10 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import compile_plan
 from tests.benchmarks.plan.estimate_errors import MemoryCase
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import LinenProgram, NnxProgram
 

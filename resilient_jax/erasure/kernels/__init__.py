@@ -13,11 +13,4 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.kernels.kernel_choice import choose_kernel as choose_kernel
     from resilient_jax.erasure.kernels.numpy_kernel import NumpyKernel as NumpyKernel
 
-_HOME = {
-    "IsalKernel": "resilient_jax.erasure.kernels.isal_kernel",
-    "KernelChoice": "resilient_jax.erasure.kernels.kernel_choice",
-    "NumpyKernel": "resilient_jax.erasure.kernels.numpy_kernel",
-    "choose_kernel": "resilient_jax.erasure.kernels.kernel_choice",
-}
-
-__getattr__, __dir__, __all__ = make_lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = make_lazy_names(__name__)

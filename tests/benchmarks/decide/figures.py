@@ -8,10 +8,10 @@ import msgspec
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.search import search_plan
-from resilient_jax.planning.unequal_search import search_unequal_plan
 from resilient_jax.topology import Topology
 from tests.benchmarks.decide.drawn_changes import DrawnFigures
 from tests.benchmarks.plan.estimate_errors import ProgramFigures
+from tests.support.plan_searches import search_unequal
 
 DEVICES_PER_HOST = 8
 SEQUENCES_PER_DEVICE = 64
@@ -63,7 +63,7 @@ def measure_kept_speed(cost: ProgramCost, before: Plan, now: Topology) -> KeptSp
     """Return what the planner keeps of a plan's speed."""
     batch = before.global_batch
     equal = search_plan(cost, now, global_batch=batch)
-    unequal = search_unequal_plan(cost, now, global_batch=batch)
+    unequal = search_unequal(cost, now, global_batch=batch)
     best = equal if unequal is None or equal.step_time_s <= unequal.step_time_s else unequal
     return KeptSpeed(
         before.step_time_s / equal.step_time_s, before.step_time_s / best.step_time_s, best.shape

@@ -34,7 +34,7 @@ from resilient_jax.erasure import (
 from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
 from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel, choose_kernel
 from resilient_jax.erasure.matrix import Matrix
-from resilient_jax.erasure.reference_codec import make_reference_codec
+from resilient_jax.erasure.self_test import make_reference_codec
 from tests.benchmarks.erasure.figures import (
     BARE_ISAL,
     MEMORY_COPY,

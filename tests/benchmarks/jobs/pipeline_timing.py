@@ -34,9 +34,9 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plans
 from resilient_jax.topology import Accelerator, Host, LinkLevel, NumberFormat, Peak, Port, Topology
 from tests.benchmarks.paths import REPOSITORY
+from tests.support.plan_searches import search_plans
 
 KIND, STAGES, MICROBATCHES, STEPS = sys.argv[1], *map(int, sys.argv[2:5])
 SLEEP_S, WARM_STEPS = 0.02, 2

@@ -33,7 +33,6 @@ from resilient_jax.planning.calibration_fit import (
 )
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.tensor_partition import find_violated_rules
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import PlannedProgram, compile_plan
@@ -46,6 +45,7 @@ from tests.benchmarks.plan.estimate_errors import (
     TimedPlan,
 )
 from tests.support.memory_grid import GRID, KINDS, compare
+from tests.support.plan_searches import search_plans
 
 DEVICES = 8
 MESH = REPOSITORY / "meshes" / "local_1x8.toml"

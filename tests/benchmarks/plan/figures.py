@@ -10,11 +10,11 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.model_file import ModelShape
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology, load_topology
 from tests.benchmarks.plan.estimate_errors import ProgramFigures, PublishedFigures
 from tests.benchmarks.plan.program_stall import ProgramStall
+from tests.support.plan_searches import search_plans
 
 DEVICES_PER_HOST = 8
 RACK_HOSTS, POD_HOSTS = 2, 384

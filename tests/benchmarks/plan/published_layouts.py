@@ -38,7 +38,6 @@ from resilient_jax.planning.pipeline import time_pipeline
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Port, Topology, load_topology
@@ -51,6 +50,7 @@ from tests.benchmarks.plan.estimate_errors import (
     correlate_ranks,
 )
 from tests.benchmarks.plan.figures import DEVICES_PER_HOST, make_topology, remove_memory_limit
+from tests.support.plan_searches import search_plans
 
 LAYOUTS_FILE: Final = Path(__file__).with_name("published_layouts.csv")
 A100, H100 = "a100", "h100"

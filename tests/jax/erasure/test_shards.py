@@ -15,7 +15,7 @@ from resilient_jax.erasure import (
     encode,
 )
 from resilient_jax.erasure.kernels import NumpyKernel
-from resilient_jax.erasure.reference_codec import make_reference_codec
+from resilient_jax.erasure.self_test import make_reference_codec
 from tests.jax.erasure.kernels import KERNELS
 
 codes = st.one_of(

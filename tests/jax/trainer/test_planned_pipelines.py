@@ -12,12 +12,12 @@ from resilient_jax.errors import CallerError, NonFiniteError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.plan_request import PlanConstraints
-from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import compile_plan
 from tests.support.decoder import Decoder, loss_of
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.full_only import full_but
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import cluster
 
 SHAPE = TransformerShape(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from resilient_jax.erasure import ErasureCodeError, ReedSolomon, TooManyErasures
 from resilient_jax.erasure.galois_field import multiply, reciprocal
 from resilient_jax.erasure.matrix import identity, invert, linear_combination, matmul, unit_vector
-from resilient_jax.erasure.reference_codec import make_reference_codec
+from resilient_jax.erasure.self_test import make_reference_codec
 from resilient_jax.errors import CallerError
 
 codes = st.integers(1, 254).flatmap(lambda k: st.builds(ReedSolomon, st.just(k), st.integers(1, 255 - k)))

@@ -5,7 +5,9 @@ there.
 """
 
 import ast
+import importlib
 
+from resilient_jax.lazy_names import read_homes
 from tests.pure.house.callers import PACKAGE, Callers
 from tests.pure.house.package_trees import TREES
 from tests.support.paths import ROOT
@@ -14,7 +16,6 @@ INSTRUMENTS = ("chaos", "local_job", "testing")
 """What runs, breaks and examines jobs from outside, for tests, campaigns and the demonstration."""
 ALLOWED = {
     "store/interface.py Store.delete": "the store has etcd's meaning; its conformance suite deletes",
-    "store/transaction_store.py TransactionStore.delete": "as above",
 }
 """Definitions without a caller, each with its reason."""
 
@@ -22,13 +23,10 @@ ALLOWED = {
 def list_without_callers(trees: dict[str, ast.Module]) -> list[str]:
     """Return what neither a command, a public name nor an example reaches."""
     callers = Callers(trees, INSTRUMENTS)
-    for path in ("__init__.py", "data/__init__.py", "planning/__init__.py"):
-        (homes,) = (
-            ast.literal_eval(node.value)
-            for node in trees[path].body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
-        )
-        callers.reach_public(homes)
+    for package in (PACKAGE, f"{PACKAGE}.data", f"{PACKAGE}.planning"):
+        importlib.import_module(package)
+        homes = read_homes(package)
+        callers.reach_public({name: home for name, home in homes.items() if home != package})
     callers.reach([(f"{PACKAGE}.cli.main", "main")])
     for path in (ROOT / "examples").rglob("*.py"):
         callers.reach_from_script(ast.parse(path.read_text("utf-8")))

@@ -9,7 +9,6 @@ MAX_SMALL_LINES = 40
 INSTRUMENTS = ("chaos/", "local_job/", "testing/")
 ALLOWED = {
     "cli/ending_signals.py": "campaigns (`tests/chaos`) end by it, too",
-    "erasure/reference_codec.py": "the other implementation, which tests of the code compare with, too",
     "cluster/status_changes.py": "pure: the simulated cluster runs it, which may not load the agent's processes",
     "membership/protection.py": "membership/rules.py would have more than 500 lines",
 }

@@ -2,8 +2,8 @@
 
 import pytest
 
-from resilient_jax.ids import Seat
-from resilient_jax.jax_runtime.local_topology import DEVICE_IDS_PER_PROCESS, copy_local_topology
+from resilient_jax.ids import DEVICE_IDS_PER_SEAT, Seat
+from resilient_jax.jax_runtime.local_topology import copy_local_topology
 
 
 def field(number: int, value: int | bytes) -> bytes:
@@ -22,7 +22,7 @@ def device(ordinal: int, device_id: int) -> bytes:
 
 def test_a_copy_has_the_seats_node_and_device_ids_and_keeps_all_else():
     topology = field(1, 0) + field(2, b"boot") + field(3, device(0, 0)) + field(3, device(1, 1))
-    base = 5 * DEVICE_IDS_PER_PROCESS
+    base = 5 * DEVICE_IDS_PER_SEAT
     found = copy_local_topology(topology, Seat(5))
     assert found.startswith(field(1, 5) + field(2, b"boot"))
     for ordinal in (0, 1):

@@ -471,7 +471,7 @@ class Cluster:
             yield 3, lambda: self.write(host, term)
         elif self.must_let_lead(host):
             yield 3, lambda: self.resign(host, term)
-        elif self.store.read_history(make_hosts_prefix(JOB), term.read, 1)[0]:
+        elif self.store.history.read(make_hosts_prefix(JOB), term.read, 1, self.store.revision)[0]:
             yield 4, lambda: self.read_status(host, term)
         elif term.machine.state.quarantined != self.quarantined:
             change = QuarantineChanged(frozenset(self.quarantined))
@@ -844,7 +844,9 @@ class Cluster:
             worker.obey()
 
     def read_generation(self, host: Host) -> None:
-        (found, *_), host.read = self.store.read_history(make_generation_key(JOB), host.read, 1)
+        (found, *_), host.read = self.store.history.read(
+            make_generation_key(JOB), host.read, 1, self.store.revision
+        )
         assert isinstance(found, PutEvent)
         generation = msgspec.msgpack.decode(found.key_value.value, type=Generation)
         self.tell(host, GenerationRead(generation))
@@ -891,7 +893,9 @@ class Cluster:
         host.term = None
 
     def read_status(self, host: Host, term: Term) -> None:
-        (found, *_), term.read = self.store.read_history(make_hosts_prefix(JOB), term.read, 1)
+        (found, *_), term.read = self.store.history.read(
+            make_hosts_prefix(JOB), term.read, 1, self.store.revision
+        )
         if isinstance(found, PutEvent):
             change = HostChanged(msgspec.msgpack.decode(found.key_value.value, type=HostStatus))
         else:

@@ -11,10 +11,10 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import DEFAULT_CALIBRATION
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan_request import NO_FIXED_AXES, HostUse, constrain_to_hosts, make_request
-from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.team_reduction import TeamReduction
 from resilient_jax.planning.unequal_plan import list_machines
 from resilient_jax.planning.unequal_search import MIN_GAIN, search_host_axes_plan
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import AMPLE_BYTES, cluster, small_profile, tight_bytes
 
 PROFILE = small_profile()

@@ -9,7 +9,7 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan_request import PlanConstraints, constrain_to_hosts
-from resilient_jax.planning.search import search_plans
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import cluster, small_profile, tight_bytes
 
 PROFILE = small_profile()

@@ -7,9 +7,10 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.next_plans import price_kept_stages_s
 from resilient_jax.planning.plan_request import PlanConstraints
 from resilient_jax.planning.replanning import replan
-from resilient_jax.planning.search import search_plan, search_plans
+from resilient_jax.planning.search import search_plan
 from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import cluster, small_profile
 
 

@@ -12,9 +12,10 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import ReplicaAxes, make_layout
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan_request import NO_FIXED_AXES
-from resilient_jax.planning.search import search_plan, search_plans
+from resilient_jax.planning.search import search_plan
 from resilient_jax.topology import TopologyError
 from tests.pure.planning.brute_force_plans import find_least_step_s
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import chip, cluster, clusters, small_profile, tight_bytes, tight_clusters
 from tests.support.properties import examples
 

@@ -6,7 +6,7 @@ from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan_request import NO_FIXED_AXES, PlanConstraints, constrain_to_stages
-from resilient_jax.planning.search import search_plans
+from tests.support.plan_searches import search_plans
 from tests.support.plan_topologies import cluster, small_profile, tight_bytes
 
 FOUR_HOSTS = cluster([1.0] * 4, devices=4)

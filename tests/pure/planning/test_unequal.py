@@ -3,8 +3,8 @@
 from resilient_jax.planning.replanning import replan
 from resilient_jax.planning.search import search_plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
-from resilient_jax.planning.unequal_search import search_unequal_plan
 from resilient_jax.protocol.recovery_records import RecoveryAction
+from tests.support.plan_searches import search_unequal
 from tests.support.plan_topologies import cluster, small_profile, tight_bytes
 
 DEEP = small_profile(layers=10, vocabulary_tokens=4)
@@ -23,7 +23,7 @@ def uneven(lost=1, hosts=2, devices=4):
 def test_unequal_teams_use_devices_that_equal_replicas_leave_out():
     topology = uneven()
     equal = search_plan(DEEP, topology, global_batch=256)
-    plan = search_unequal_plan(DEEP, topology, global_batch=256)
+    plan = search_unequal(DEEP, topology, global_batch=256)
     assert plan is not None
     assert plan.step_time_s < equal.step_time_s
     assert plan.devices_spare == 0
@@ -35,12 +35,12 @@ def test_unequal_teams_use_devices_that_equal_replicas_leave_out():
 
 def test_hosts_none_of_which_can_hold_the_model_have_no_plan_of_unequal_teams():
     topology = cluster([1.0] * 2, devices=2, memory_bytes=tight_bytes(DEEP, 0.01)).without("host-01/0")
-    assert search_unequal_plan(DEEP, topology, global_batch=8) is None
+    assert search_unequal(DEEP, topology, global_batch=8) is None
 
 
 def test_no_device_is_in_two_teams():
     topology = uneven(lost=1, hosts=3)
-    plan = search_unequal_plan(DEEP, topology, global_batch=128)
+    plan = search_unequal(DEEP, topology, global_batch=128)
     assert plan is not None
     for host in topology.hosts:
         used = sum(
@@ -54,17 +54,17 @@ def test_no_device_is_in_two_teams():
 
 def test_a_plan_of_unequal_teams_has_as_many_replicas_as_requested():
     topology = uneven()
-    plan = search_unequal_plan(DEEP, topology, global_batch=256, min_replicas=2)
+    plan = search_unequal(DEEP, topology, global_batch=256, min_replicas=2)
     assert plan is not None
     assert plan.replicas >= 2
-    assert search_unequal_plan(DEEP, topology, global_batch=256, min_replicas=100) is None
+    assert search_unequal(DEEP, topology, global_batch=256, min_replicas=100) is None
 
 
 def test_a_slow_device_is_left_out_or_in_a_team_of_its_own():
     """ResiHP's vector: of a group with speeds 1, 1, 1, 0.4 all four together would be as slow as the slowest."""
     topology = cluster([1.0], devices=4, inner=1e12).slowed("host-00/3", 0.4)
     together = search_plan(DEEP, topology, global_batch=64)
-    plan = search_unequal_plan(DEEP, topology, global_batch=64)
+    plan = search_unequal(DEEP, topology, global_batch=64)
     assert plan is not None
     assert plan.step_time_s < together.step_time_s
     assert together.step_time_s / plan.step_time_s > 1.2

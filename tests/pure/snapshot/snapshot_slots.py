@@ -76,7 +76,7 @@ def make_piece(id, chunk, offset=0, *, stripe=0, row=0):
 
 @dataclass
 class RecordingListener:
-    """A `SlotListener` that keeps all calls."""
+    """A `Notifier` that keeps all calls."""
 
     events: list[EventKind] = field(default_factory=list)
     notices: list[ServerNotification] = field(default_factory=list)

@@ -187,7 +187,9 @@ class StoreModel(RuleBasedStateMachine):
         oldest = max(2, self.revision - KEEP_REVISIONS + 1)
         for from_revision in range(oldest, self.revision + 2):
             for prefix in ("", "a"):
-                events, following = self.machine.read_history(prefix, Revision(from_revision), 10**9)
+                events, following = self.machine.history.read(
+                    prefix, Revision(from_revision), 10**9, self.machine.revision
+                )
                 assert following == self.revision + 1
                 expected = [
                     change
@@ -197,7 +199,7 @@ class StoreModel(RuleBasedStateMachine):
                 assert sorted(map(summary, events)) == sorted(expected)
                 assert [e.mod_revision for e in events] == sorted(e.mod_revision for e in events)
         with pytest.raises(CompactedRevision):
-            self.machine.read_history("", Revision(oldest - 1), 10**9)
+            self.machine.history.read("", Revision(oldest - 1), 10**9, self.machine.revision)
 
     def differences(self, revision, prefix):
         before, after = self.states[revision - 1], self.states[revision]
@@ -229,7 +231,7 @@ def test_a_long_replay_arrives_in_batches_that_split_no_revision():
         machine.transaction((), [PutOp("a", b"x" * 100), PutOp("b", b"x" * 100)])
     pieces, following = [], start
     while following <= machine.revision:
-        events, following = machine.read_history("", following, 1000)
+        events, following = machine.history.read("", following, 1000, machine.revision)
         pieces.append([event.mod_revision for event in events])
     assert len(pieces) > 1
     assert all(len(piece) % 2 == 0 for piece in pieces)
@@ -243,7 +245,9 @@ def test_history_is_bounded_in_bytes_for_any_values():
     last = put(machine, "a")
     for _ in range(50):
         last = put(machine, "a", b"x" * 3000)
-    events, _ = machine.read_history("", Revision(machine.history.compacted_revision + 1), 10**9)
+    events, _ = machine.history.read(
+        "", Revision(machine.history.compacted_revision + 1), 10**9, machine.revision
+    )
     assert 1 <= len(events) <= 3
     assert events[-1].mod_revision == last
 
@@ -251,7 +255,7 @@ def test_history_is_bounded_in_bytes_for_any_values():
 def test_the_history_always_contains_the_last_change():
     machine = new_machine(keep_bytes=1)
     last = put(machine, "a", b"x" * 3000)
-    assert len(machine.read_history("", last, 10**9)[0]) == 1
+    assert len(machine.history.read("", last, 10**9, machine.revision)[0]) == 1
 
 
 def test_leases_expire_in_the_order_of_their_deadlines():
@@ -260,7 +264,7 @@ def test_leases_expire_in_the_order_of_their_deadlines():
     machine.transaction((), [PutOp("late", b"", late), PutOp("early", b"", early)])
     revision = machine.revision
     assert machine.expire(6.0) == [early, late]
-    events, _ = machine.read_history("", Revision(revision + 1), 10**9)
+    events, _ = machine.history.read("", Revision(revision + 1), 10**9, machine.revision)
     assert events == [
         DeleteEvent(key="early", mod_revision=Revision(revision + 1)),
         DeleteEvent(key="late", mod_revision=Revision(revision + 2)),
