@@ -7,7 +7,6 @@ added up unit by unit, so it does not depend on which host holds what.
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -194,14 +193,6 @@ class BlockState:
         )
         # Awaited: two programs with collectives on the same devices must not be in flight together.
         return jax.block_until_ready(self._update_unit(number, (state, dict(sums), numbers)))
-
-    def digest(self, block: int) -> str:
-        """Return a digest of all bits of a block's weights."""
-        found = hashlib.sha256()
-        for name, value in sorted(self.list_weights(block).items()):
-            found.update(f"{name} {value.dtype} {value.shape}\n".encode())
-            found.update(np.asarray(value).tobytes())
-        return found.hexdigest()
 
     def _update_unit(self, number: int, arguments: tuple[Any, ...]) -> UnitState:
         """Return the next state of a unit. Units that compute the same, as equal layers do, share one program."""

@@ -38,8 +38,7 @@ from resilient_jax.pipeline.step_progress import (
     find_newest_routing,
     plan_continuation,
 )
-from resilient_jax.pipeline.step_sums import StepSums
-from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
+from resilient_jax.pipeline.sum_pieces import StepSums, SumLayout, list_sum_pieces
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline.unit_copies import CommittedStep
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
@@ -385,7 +384,7 @@ class PipelineWorker:
             }
             for number in self.state.states
         }
-        make_rows(StepSums({}), sums, config.num_microbatches)
+        make_rows(StepSums(()), sums, config.num_microbatches)
         changed, whole = self.cut.changed_variables, sharding.place(P())
         for number, found in sums.items():
             for weight in self._units[number].weights:

@@ -41,7 +41,14 @@ from resilient_jax.step.host_grid import (
     group_by_dtype,
     make_reader,
 )
-from resilient_jax.step.running_total import NO_LIMITS, choose_format, is_exact, join_complex, read_total
+from resilient_jax.step.running_total import (
+    NO_LIMITS,
+    choose_format,
+    is_exact,
+    join_complex,
+    read_sums,
+    read_total,
+)
 
 Tree = TypeVar("Tree")
 WORD_BYTES = 4
@@ -110,7 +117,7 @@ class ExactReduce:
             self._add_up(parts, limits)
         else:
             exact = [position for position, part in enumerate(parts) if is_exact(part)]
-            for position, found in zip(exact, _read([parts[i] for i in exact], limits), strict=True):
+            for position, found in zip(exact, read_sums([parts[i] for i in exact], limits), strict=True):
                 parts[position] = found
         return jax.tree.unflatten(treedef, list(map(self._restore, origins, parts)))
 
@@ -240,11 +247,6 @@ def _make_read(formats: tuple[FixedPointFormat | None, ...]) -> Any:  # noqa: AN
     return read
 
 
-@jax.jit
-def _read(totals: list[Any], limits: jax.Array) -> list[jax.Array]:
-    return read_total(totals, limits)
-
-
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
     """Compile, for the persistent cache, what a host alone reads: sums in fixed point, sharded as such a tree."""
     leaves = [(leaf.sharding, _abstract_total(spec, leaf)) for leaf in jax.tree.leaves(like)]
@@ -253,7 +255,7 @@ def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a
         for to, total in leaves
         if isinstance(total, FixedPointSum)
     ]
-    _read.lower(totals, np.zeros(len(totals), np.int32)).compile()
+    read_sums.lower(totals, np.zeros(len(totals), np.int32)).compile()
 
 
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function

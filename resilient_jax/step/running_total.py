@@ -220,6 +220,10 @@ def read_total(total: Tree, limits: jax.Array | np.ndarray) -> Tree:
     return jax.tree.map(read_leaf, total, is_leaf=is_exact)
 
 
+read_sums = jax.jit(read_total)
+"""`read_total` as a program of its own."""
+
+
 def split_complex(leaf: jax.Array) -> jax.Array:
     """Return complex numbers as real and imaginary parts on a last dim; other numbers as they are."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):

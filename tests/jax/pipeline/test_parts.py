@@ -33,6 +33,7 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
+from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.weighted_mean import WEIGHTS
 from tests.support.cut_variables import init_units, split_variables
 from tests.support.full_only import full_but
@@ -152,7 +153,7 @@ def test_gradients_are_divided_by_the_weight_of_the_step_where_there_is_one(mode
         state, sums = make_updatable(model, optax.sgd(1e-2), donate=False)
         scaled = jax.tree.map(lambda leaf, scale=scale: scale * leaf, sums)
         state.update(scaled, 8, np.float32(4), 2.0, None, divisor)
-        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+        digests.append([digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)])
     assert digests[0] == digests[1]
 
 
@@ -165,14 +166,14 @@ def test_an_update_that_takes_the_memory_of_the_state_has_the_same_bits(model):
             state.update(sums, 8, np.float32(4), max_norm=2.0)
         assert [leaf.is_deleted() for leaf in before] == [donate] * len(before)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((sums, state.states)))
-        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+        digests.append([digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)])
     assert digests[0] == digests[1]
 
 
 def test_an_update_that_fails_leaves_all_units_of_one_step_or_none(model):
     for donate in (False, True):
         state, sums = make_updatable(model, optax.adam(1e-2), donate=donate)
-        before = [state.digest(block) for block in range(model[1].num_blocks)]
+        before = [digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)]
         last = max(state.states)
         with pytest.raises(KeyError):
             state.update(
@@ -181,7 +182,7 @@ def test_an_update_that_fails_leaves_all_units_of_one_step_or_none(model):
         if donate:
             assert state.all_states == {}
         else:
-            assert [state.digest(block) for block in range(model[1].num_blocks)] == before
+            assert [digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)] == before
 
 
 def rows(*units, **results):
@@ -376,15 +377,15 @@ def test_a_block_is_summed_whatever_its_gradients_are_in_microbatch_0(first):
         gradients = {
             name: jnp.full(shape.shape, value, shape.dtype)
             for piece in pieces
-            for name, shape in zip(piece.names, piece.shapes, strict=False)
+            for name, shape in piece.shapes.gradients.items()
         }
-        results = {name: jnp.zeros(()) for piece in pieces for name in piece.result_names}
+        results = {name: jnp.zeros(()) for piece in pieces for name in piece.shapes.results}
         sums.add(1, microbatch, gradients, results)
     host = cast("Any", OneHost())
     found = sums.finish(host, host)
     expected = np.float32(math.fsum(values.astype(np.float64)))
-    for piece in pieces:
-        for value in found.by_piece[piece.number].values[: len(piece.names)]:
+    for _, values in found.pieces:
+        for value in values.gradients.values():
             np.testing.assert_allclose(np.asarray(value), expected, rtol=2.0**-22)
 
 

@@ -46,6 +46,7 @@ from resilient_jax.sharding.stage_sharding import (
 from resilient_jax.state.peer_transfer import SERVICE, StateExchange, StateOffers
 from resilient_jax.step import running_total
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
+from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_protocol import Mail
 from resilient_jax.transport.mail_service import MailService
@@ -227,7 +228,10 @@ class Host:
                 return self.evaluate(**words)
             case "digest":
                 held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
-                return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
+                return {
+                    "step": pipeline.step,
+                    "digests": {b: digest_tree(pipeline.state.list_weights(b)) for b in sorted(held)},
+                }
         raise ValueError(do)
 
     def place(self, states: dict[int, UnitState]) -> dict[int, UnitState]:
