@@ -24,7 +24,7 @@ from resilient_jax.pipeline.sum_pieces import PieceValues, StepSums, SumLayout, 
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import AccumulationSpec, Reduction
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
-from resilient_jax.step.running_total import NO_LIMITS, merge_totals, read_sums
+from resilient_jax.step.running_total import NO_LIMITS, describe_totals, merge_totals, read_sums
 
 RUNNING_TOTAL = -1
 """The number of the running total among the parts of `Contributions`: it is the only one."""
@@ -139,7 +139,7 @@ class BlockSums:
 
     def _collect(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> PieceValues:
         contributions, totals = self._contributions[piece.number], []
-        like = piece.describe_total(contributions.spec)
+        like = describe_totals(contributions.spec, piece.shapes)
         # By the routes: every host that has run the block has contributed, whether it holds the block or not any more.
         for host, first in layout.list_first_microbatches(piece.block).items():
             if host == self._host:

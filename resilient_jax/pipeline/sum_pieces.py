@@ -6,7 +6,6 @@ Hosts that run the block compute it, hosts that hold the unit need it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline_schedule.routes import Routes
-from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.running_total import NO_LIMITS, start_total
 from resilient_jax.weighted_mean import join_weights
 
 
@@ -65,12 +62,6 @@ class SumPiece:
     def name(self, sums: Sequence[Any]) -> PieceValues:
         """Return what is in the order of `select` by name."""
         return jax.tree.structure(self.shapes).unflatten(sums)
-
-    def describe_total(self, spec: AccumulationSpec) -> Any:  # noqa: ANN401 - a tree of shapes
-        """Return the shapes of the integers that a sum without limits is kept as."""
-        return jax.eval_shape(
-            functools.partial(start_total, spec, limits=NO_LIMITS), jax.tree.leaves(self.shapes)
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

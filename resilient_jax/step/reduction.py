@@ -43,7 +43,7 @@ from resilient_jax.step.host_grid import (
 )
 from resilient_jax.step.running_total import (
     NO_LIMITS,
-    choose_format,
+    describe_totals,
     is_exact,
     join_complex,
     read_sums,
@@ -168,7 +168,7 @@ class ExactReduce:
 
     def compile(self, spec: AccumulationSpec, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
         """Compile, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
-        grid, totals = self._grid, [_abstract_total(spec, leaf) for leaf in jax.tree.leaves(like)]
+        grid, totals = self._grid, describe_totals(spec, like)
         if grid.num_hosts == 1:
             return
         integers, small, large = _group_parts(totals, grid)
@@ -217,18 +217,6 @@ def _group_integers(parts: Sequence[Any]) -> Iterator[list[int]]:
     return group_by_dtype([jax.tree.leaves(part)[0] for part in parts])
 
 
-def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
-    format = choose_format(spec.reduction, spec.num_microbatches, leaf)
-    if format is None:
-        return leaf
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    integers = jax.ShapeDtypeStruct((*leaf.shape, 2) if is_complex else leaf.shape, format.integer_dtype)
-    if isinstance(format, FixedPointFormat):
-        return FixedPointSum((integers,) * format.num_limbs, format)  # pyright: ignore[reportArgumentType]
-    top = jax.ShapeDtypeStruct(integers.shape, jnp.int8)
-    return BinnedSum((integers,) * format.num_slots, top, format)  # pyright: ignore[reportArgumentType]
-
-
 def _make_reader(grid: HostGrid, parts: Sequence[Any]) -> Any:  # noqa: ANN401 - a jitted function
     """Return what reads sums out of what was added up: in one pass, and no memory for integers of each leaf."""
     formats = tuple(part.format if isinstance(part, FixedPointSum) else None for part in parts)
@@ -249,7 +237,7 @@ def _make_read(formats: tuple[FixedPointFormat | None, ...]) -> Any:  # noqa: AN
 
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
     """Compile, for the persistent cache, what a host alone reads: sums in fixed point, sharded as such a tree."""
-    leaves = [(leaf.sharding, _abstract_total(spec, leaf)) for leaf in jax.tree.leaves(like)]
+    leaves = zip([leaf.sharding for leaf in jax.tree.leaves(like)], describe_totals(spec, like), strict=True)
     totals = [
         jax.tree.map(lambda part, to=to: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=to), total)
         for to, total in leaves
