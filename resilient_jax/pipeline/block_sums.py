@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
+from resilient_jax.host_exchange.step_mail import TOTAL_MAIL, StepMail
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.step_mail import TOTAL_MAIL, StepMail
 from resilient_jax.pipeline.sum_pieces import PieceValues, StepSums, SumLayout, SumPiece
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import AccumulationSpec, Reduction

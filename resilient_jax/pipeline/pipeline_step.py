@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import PeerUnreachable
+from resilient_jax.host_exchange.step_mail import MailCarrier, StepMail
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums
 from resilient_jax.pipeline.block_sums import BlockSums
@@ -29,7 +30,6 @@ from resilient_jax.pipeline.commit_table import CommitTable, make_rows, make_tab
 from resilient_jax.pipeline.pipeline_config import PipelineConfig
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
 from resilient_jax.pipeline.step_progress import (
     PROGRESS_STEP,
     TaskProgress,

@@ -24,8 +24,8 @@ class PieceValues(NamedTuple):
     """What a piece has of a microbatch, by name; or the sums of that, or their shapes.
 
     Attributes:
-        gradients: of trained weights.
-        changed: of variables.
+        gradients: values for trained weights.
+        changed: values for variables that are not trained.
         results: other results of the block.
     """
 

@@ -25,8 +25,9 @@ import msgspec
 import numpy as np
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.host_exchange.array_packing import pack_arrays, unpack_arrays
+from resilient_jax.host_exchange.step_mail import MailCarrier
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState, UnitState, describe_sums, place_sums, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.copy_deliveries import CopyDelivery
@@ -42,7 +43,6 @@ from resilient_jax.pipeline.copy_requests import (
     CopyRequest,
     read_request,
 )
-from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.pipeline.unit_exchange import plan_moves
 from resilient_jax.sharding.stage_sharding import StageSharding
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind

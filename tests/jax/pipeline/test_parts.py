@@ -13,8 +13,8 @@ import pytest
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.errors import MessageError
+from resilient_jax.host_exchange.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
