@@ -138,6 +138,8 @@ class PipelineWorker:
             optimizer,
             cut.sharding,
             config.reduce_variable,
+            num_microbatches=config.num_microbatches,
+            max_norm=config.max_norm,
             donate=config.donate_state,
         )
         self.host = host
@@ -391,7 +393,7 @@ class PipelineWorker:
                 if weight.name in changed:
                     shape = changed[weight.name][1]
                     found[weight.name] = jax.device_put(np.zeros(shape.shape, shape.dtype), whole)
-        self.state.update(sums, config.num_microbatches, np.float32(0), config.max_norm, np.float32(0))
+        self.state.update(sums, CommitTable(divisor=config.num_microbatches, norm=0.0, loss=0.0, results={}))
 
     def finish_step(
         self, before_update: BeforeUpdate = lambda table: None, report: StageReport | None = None
@@ -428,12 +430,10 @@ class PipelineWorker:
 
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
         """Update the state, which needs no other host, and drop what was kept of the step."""
-        config = self.config
-        numbers = np.float32(table.norm), config.max_norm, np.float32(table.loss)
-        if config.donate_state:
+        if self.config.donate_state:
             self.before_donation()
         try:
-            self.state.update(gradients, config.num_microbatches, *numbers, table.divisor)
+            self.state.update(gradients, table)
         except BaseException:
             if not self.state.states:
                 self.drop_state()

@@ -18,7 +18,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
-from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
+from resilient_jax.pipeline.commit_table import CommitTable, HostRows, SumsDiffer, UnitRow, make_table
 from resilient_jax.pipeline.stage_evaluation import MicrobatchResults, sum_results
 from resilient_jax.pipeline.stage_runner import StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
@@ -112,17 +112,21 @@ def test_a_units_values_are_the_same_after_they_were_joined_to_a_tree_and_split(
             np.testing.assert_array_equal(value, weights[key])
 
 
+def make_update_table(divisor=8.0):
+    return CommitTable(divisor=divisor, norm=4.0, loss=0.0, results={})
+
+
 def test_the_update_of_all_units_is_that_of_the_whole_tree(model):
     variables, cut = model
     optimizer = optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
-    state = BlockState(list_state_units(cut), optimizer)
+    state = BlockState(list_state_units(cut), optimizer, num_microbatches=8, max_norm=2.0)
     weights = cut.trace.table.split(variables)
     init_units(state, optimizer, weights, A, [{A}] * cut.num_blocks)
     sums = {
         number: {name: 8 * jnp.sin(1 + state.states[number].weights[name]) for name in unit.trained_names}
         for number, unit in enumerate(state.units)
     }
-    state.update(sums, 8, np.float32(4), max_norm=2.0)
+    state.update(sums, make_update_table())
     whole = optimizer.init(variables)
     gradients = jax.tree.map(lambda leaf: jnp.sin(1 + leaf) / 2, variables)
     updates, _ = optimizer.update(gradients, whole, variables)
@@ -136,7 +140,7 @@ def test_the_update_of_all_units_is_that_of_the_whole_tree(model):
 def make_updatable(model, optimizer, *, donate):
     """Return the state of all units, and sums for them."""
     variables, cut = model
-    state = BlockState(list_state_units(cut), optimizer, donate=donate)
+    state = BlockState(list_state_units(cut), optimizer, num_microbatches=8, max_norm=2.0, donate=donate)
     weights = jax.tree.map(jnp.copy, cut.trace.table.split(variables))  # of others in this module, too
     init_units(state, optimizer, weights, A, [{A}] * cut.num_blocks)
     sums = {
@@ -148,11 +152,11 @@ def make_updatable(model, optimizer, *, donate):
 
 def test_gradients_are_divided_by_the_weight_of_the_step_where_there_is_one(model):
     digests = []
-    for scale, divisor in ((1, None), (2, 16)):
+    for scale, divisor in ((1, 8.0), (2, 16.0)):
         # Adam would divide by any scale of the gradients itself.
         state, sums = make_updatable(model, optax.sgd(1e-2), donate=False)
         scaled = jax.tree.map(lambda leaf, scale=scale: scale * leaf, sums)
-        state.update(scaled, 8, np.float32(4), 2.0, None, divisor)
+        state.update(scaled, make_update_table(divisor))
         digests.append([digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)])
     assert digests[0] == digests[1]
 
@@ -163,7 +167,7 @@ def test_an_update_that_takes_the_memory_of_the_state_has_the_same_bits(model):
         state, sums = make_updatable(model, optax.adam(1e-2), donate=donate)
         before = jax.tree.leaves(state.states)
         for _ in range(2):
-            state.update(sums, 8, np.float32(4), max_norm=2.0)
+            state.update(sums, make_update_table())
         assert [leaf.is_deleted() for leaf in before] == [donate] * len(before)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((sums, state.states)))
         digests.append([digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)])
@@ -175,10 +179,9 @@ def test_an_update_that_fails_leaves_all_units_of_one_step_or_none(model):
         state, sums = make_updatable(model, optax.adam(1e-2), donate=donate)
         before = [digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)]
         last = max(state.states)
+        missing = {number: found for number, found in sums.items() if number != last}
         with pytest.raises(KeyError):
-            state.update(
-                {number: found for number, found in sums.items() if number != last}, 8, np.float32(4)
-            )
+            state.update(missing, make_update_table())
         if donate:
             assert state.all_states == {}
         else:

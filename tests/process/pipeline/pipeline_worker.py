@@ -33,7 +33,7 @@ from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWor
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
@@ -277,7 +277,7 @@ class Host:
     def make_shapes(self) -> list[UnitState]:
         """Return the state of every unit of the model, as it is at first."""
         assert self.pipeline is not None
-        whole = BlockState(self.pipeline.state.units, self.optimizer)
+        whole = BlockState(self.pipeline.state.units, self.optimizer, num_microbatches=1)
         init_units(
             whole, self.optimizer, self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks
         )
@@ -287,7 +287,6 @@ class Host:
         """Have no copies yet, in a generation."""
         pipeline = self.pipeline
         assert pipeline is not None
-        config = pipeline.config
         self.copies = UnitCopies(
             self.name,
             number,
@@ -295,7 +294,7 @@ class Host:
             pipeline.state,
             self.make_shapes(),
             self.sharding,
-            UpdateFacts(num_microbatches=config.num_microbatches, max_norm=config.max_norm, changed={}),
+            {},
         )
         return self.copies
 
