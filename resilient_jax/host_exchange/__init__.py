@@ -8,7 +8,6 @@ from resilient_jax.host_exchange.collective_exchange import (
     CollectiveExchange,
     compute_vector_size,
 )
-from resilient_jax.host_exchange.mail_exchange import MailExchange
 from resilient_jax.host_exchange.messages import (
     FLOAT_BYTES,
     MAX_INTEGER_BYTES,
@@ -17,6 +16,7 @@ from resilient_jax.host_exchange.messages import (
     MailAddress,
     gather_mail_addresses,
 )
+from resilient_jax.host_exchange.step_mail import MailExchange
 
 __all__ = [
     "FLOAT_BYTES",

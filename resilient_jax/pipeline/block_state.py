@@ -7,7 +7,6 @@ added up unit by unit, so it does not depend on which host holds what.
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.blocks.model_weights import list_leaf_specs
+from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.program_analysis.program_digest import describe_program
 from resilient_jax.sharding.exact_reductions import apply_exactly, find_inexact
@@ -61,6 +61,8 @@ class BlockState:
         sharding: StageSharding | None = None,
         reduce_variable: ReduceVariable | None = None,
         *,
+        num_microbatches: int,
+        max_norm: float | None = None,
         donate: bool = False,
     ) -> None:
         """Have no unit.
@@ -70,10 +72,13 @@ class BlockState:
             optimizer: transformation that is given one unit at a time.
             sharding: layout over the devices of a host, on an abstract mesh; None: all arrays are on a single device.
             reduce_variable: rule for variables that the loss changes; None: the loss changes none.
+            num_microbatches: how many microbatches the sums of a step are over.
+            max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
             donate: whether an update takes the memory of the state before: at most one unit is then in memory twice.
         """
         self.units = units
         self._donate = donate
+        self._count, self._max_norm = np.float32(num_microbatches), np.float32(max_norm or np.inf)
         self._reduce_variable = reduce_variable
         self._sharding = sharding
         self.states: dict[int, UnitState] = {}
@@ -131,15 +136,7 @@ class BlockState:
             for name, value in state.weights.items()
         }
 
-    def update(
-        self,
-        sums: Mapping[int, Mapping[str, Any]],
-        num_microbatches: int,
-        norm: np.float32,
-        max_norm: float | None = None,
-        loss: Any = None,  # noqa: ANN401 - a number, for optimizers that want the value
-        divisor: Any = None,  # noqa: ANN401 - a number
-    ) -> None:
+    def update(self, sums: Mapping[int, Mapping[str, Any]], table: CommitTable) -> None:
         """Update every unit that is here with the mean of its gradients.
 
         If the state is donated and a program fails, no unit is left: some would be of this step, some of the next.
@@ -147,20 +144,13 @@ class BlockState:
         Args:
             sums: by unit number and name, for every unit in `states`: sums of gradients, and of what microbatches make
                 of variables that the loss changes.
-            num_microbatches: how many microbatches each sum is over.
-            norm: norm of the mean gradient of the whole model.
-            max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
-            loss: mean of the step, for optimizers that take a value.
-            divisor: number that sums of gradients are divided by, the weight of a weighted mean; None: the number of
-                microbatches.
+            table: what follows from the sums of the whole model.
         """
         found: dict[int, UnitState] = {}
         try:
             # Also those without weights of their own: what counts steps in them is that of the whole model.
             for number, state in self.states.items():
-                found[number] = self.make_next(
-                    number, state, sums[number], num_microbatches, norm, max_norm, loss, divisor
-                )
+                found[number] = self.make_next(number, state, sums[number], table)
                 self.after_unit(number)
         except BaseException:
             if self._donate:
@@ -170,38 +160,16 @@ class BlockState:
         self._units_until_commit = {}
 
     def make_next(
-        self,
-        number: int,
-        state: UnitState,
-        sums: Mapping[str, Any],
-        num_microbatches: int,
-        norm: np.float32,
-        max_norm: float | None,
-        loss: Any,  # noqa: ANN401 - a number
-        divisor: Any = None,  # noqa: ANN401 - a number
+        self, number: int, state: UnitState, sums: Mapping[str, Any], table: CommitTable
     ) -> UnitState:
         """Return the state of a unit after a step, whether it is one of those here or a copy; see `update`.
 
         The state that is given is donated if this one donates.
         """
-        count = np.float32(num_microbatches)
-        numbers = (
-            count,
-            count if divisor is None else np.float32(divisor),
-            norm,
-            np.float32(max_norm or np.inf),
-            loss,
-        )
+        norm, loss, divisor = map(np.float32, (table.norm, table.loss, table.divisor))
+        numbers = self._count, divisor, norm, self._max_norm, loss
         # Awaited: two programs with collectives on the same devices must not be in flight together.
         return jax.block_until_ready(self._update_unit(number, (state, dict(sums), numbers)))
-
-    def digest(self, block: int) -> str:
-        """Return a digest of all bits of a block's weights."""
-        found = hashlib.sha256()
-        for name, value in sorted(self.list_weights(block).items()):
-            found.update(f"{name} {value.dtype} {value.shape}\n".encode())
-            found.update(np.asarray(value).tobytes())
-        return found.hexdigest()
 
     def _update_unit(self, number: int, arguments: tuple[Any, ...]) -> UnitState:
         """Return the next state of a unit. Units that compute the same, as equal layers do, share one program."""

@@ -18,20 +18,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
+from resilient_jax.host_exchange.step_mail import TOTAL_MAIL, StepMail
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.step_mail import TOTAL_MAIL, StepMail
-from resilient_jax.pipeline.step_sums import PieceSum, StepSums
-from resilient_jax.pipeline.sum_pieces import SumLayout, SumPiece
+from resilient_jax.pipeline.sum_pieces import PieceValues, StepSums, SumLayout, SumPiece
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage
 from resilient_jax.step.assignment import AccumulationSpec, Reduction
-from resilient_jax.step.contributions import FIRST_MICROBATCH, Contribution, Contributions
-from resilient_jax.step.running_total import (
-    NO_LIMITS,
-    add_to_total,
-    merge_totals,
-    read_total,
-    start_total,
-)
+from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions
+from resilient_jax.step.running_total import NO_LIMITS, describe_totals, merge_totals, read_sums
 
 RUNNING_TOTAL = -1
 """The number of the running total among the parts of `Contributions`: it is the only one."""
@@ -94,7 +87,7 @@ class BlockSums:
         """Return whether the gradients of a block for a microbatch are in the sums of this host."""
         # All pieces of the block: a failure between two of them has left the rest without this microbatch.
         return all(
-            _has_microbatch(contributions, microbatch)
+            contributions.has(microbatch)
             for piece, contributions in zip(self._pieces, self._contributions, strict=True)
             if piece.block == block
         )
@@ -104,8 +97,10 @@ class BlockSums:
     ) -> None:
         """Add the gradients and results of a block for a microbatch, where they are not in the sums yet."""
         for piece, contributions in zip(self._pieces, self._contributions, strict=True):
-            if piece.block == block and not _has_microbatch(contributions, microbatch):
-                self._add(contributions, microbatch, piece.select(gradients, results))
+            if piece.block == block and not contributions.has(microbatch):
+                contributions.add(RUNNING_TOTAL, microbatch, piece.select(gradients, results))
+                # Awaited: two programs with collectives on the same devices must not be in flight together.
+                jax.block_until_ready(contributions.parts[RUNNING_TOTAL].total)
 
     def rehearse(self, block: int, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> None:
         """Run the programs of a block's sums, as for two microbatches and two hosts, and keep nothing."""
@@ -115,7 +110,7 @@ class BlockSums:
             if piece.block == block:
                 total = contributions.parts[RUNNING_TOTAL].total
                 received = self._place(piece, jax.tree.map(np.asarray, total))
-                jax.block_until_ready(_read(merge_totals([total, received])))
+                jax.block_until_ready(read_sums(merge_totals([total, received]), NO_LIMITS))
         self.begin_step(0)
 
     def finish(self, mail: StepMail, layout: SumLayout) -> StepSums:
@@ -131,20 +126,7 @@ class BlockSums:
             # Also of blocks that this host has run and does not hold any more.
             if piece in wanted or self._host in layout.list_first_microbatches(piece.block):
                 self._send_contribution(piece, mail, layout)
-        return StepSums({piece.number: self._collect(piece, mail, layout) for piece in wanted})
-
-    def _add(self, contributions: Contributions, microbatch: int, addend: tuple[Any, ...]) -> None:
-        running = contributions.parts.get(RUNNING_TOTAL)
-        if running is None:
-            total, microbatches = start_total(contributions.spec, addend, NO_LIMITS), frozenset[int]()
-        else:
-            # Donated: a sum in bins is larger than its gradients, and there is one for each of them.
-            total, _ = add_to_total(running.total, addend, NO_LIMITS, donate=True)
-            microbatches = running.microbatches
-        # Awaited: two programs with collectives on the same devices must not be in flight together.
-        contributions.parts[RUNNING_TOTAL] = Contribution(
-            total=jax.block_until_ready(total), microbatches=microbatches | {microbatch}
-        )
+        return StepSums([(piece, self._collect(piece, mail, layout)) for piece in wanted])
 
     def _send_contribution(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> None:
         firsts = layout.list_first_microbatches(piece.block)
@@ -155,9 +137,9 @@ class BlockSums:
             for host in sorted(layout.list_receivers(piece) - {self._host}):
                 mail.send(host, key, data)
 
-    def _collect(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> PieceSum:
+    def _collect(self, piece: SumPiece, mail: StepMail, layout: SumLayout) -> PieceValues:
         contributions, totals = self._contributions[piece.number], []
-        like = piece.describe_total(contributions.spec)
+        like = describe_totals(contributions.spec, piece.shapes)
         # By the routes: every host that has run the block has contributed, whether it holds the block or not any more.
         for host, first in layout.list_first_microbatches(piece.block).items():
             if host == self._host:
@@ -169,15 +151,15 @@ class BlockSums:
             )
             totals.append(self._place(piece, received))
         # Sharded alike on all holders, whoever has computed what: a norm is added up in the order of shards.
-        return PieceSum(piece, self._place(piece, _read(merge_totals(totals))))
+        return piece.name(self._place(piece, read_sums(merge_totals(totals), NO_LIMITS)))
 
-    def _place(self, piece: SumPiece, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _place(self, piece: SumPiece, sums: Sequence[Any]) -> list[Any]:
         """Return sums, or their totals, on this host's devices, sharded as the weights are that they are of."""
-        specs = [self.sharding.find_weight_spec(name) for name in piece.names]
-        specs += [P()] * (len(piece.changed_names) + len(piece.result_names))
-        return tuple(
+        specs = [self.sharding.find_weight_spec(name) for name in sorted(piece.shapes.gradients)]
+        specs += [P()] * (len(sums) - len(specs))
+        return [
             jax.device_put(value, self.sharding.place(spec)) for value, spec in zip(sums, specs, strict=True)
-        )
+        ]
 
     def _make_spec(self, piece: SumPiece, step: int) -> AccumulationSpec:
         return AccumulationSpec(
@@ -186,12 +168,3 @@ class BlockSums:
             num_microbatches=self._num_microbatches,
             reduction="exact_wide",
         )
-
-
-def _has_microbatch(contributions: Contributions, microbatch: int) -> bool:
-    return any(microbatch in contribution.microbatches for contribution in contributions.parts.values())
-
-
-@jax.jit
-def _read(total: Any) -> Any:  # noqa: ANN401 - a tree of exact sums
-    return read_total(total, NO_LIMITS)

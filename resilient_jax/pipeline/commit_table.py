@@ -17,7 +17,7 @@ import numpy as np
 from resilient_jax.errors import PeerError
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.stage_runner import LOSS
-from resilient_jax.pipeline.step_sums import StepSums
+from resilient_jax.pipeline.sum_pieces import StepSums
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.state.array_digest import add_array
 from resilient_jax.weighted_mean import WeightedMean, join_weights, read_divisor

@@ -9,7 +9,7 @@ explain; no other division of layers helps against it.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -22,11 +22,12 @@ from resilient_jax.pipeline.step_division import (
     price_division,
     spread_over_blocks,
 )
-from resilient_jax.pipeline_schedule.routes import Team
+from resilient_jax.pipeline_schedule.routes import Team, list_stages
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, share_microbatches
 from resilient_jax.policy.devices_after_loss import DeviceChoice
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
+from resilient_jax.step.slowdown_estimate import add_fewer_devices
 
 ComputeGrowth = Callable[[int], float]
 LeaveOut = Callable[[Finding], DeviceChoice | str]
@@ -116,26 +117,11 @@ def estimate_pipeline_slowdown(
         without=speeds.compute_healed(slowest, is_gone=True) if can_do_without else 0.0,
     )
     (finding,) = (one for one in findings if one.host == slowest)
-    return _add_fewer_devices(slowdown, finding, leave_out(finding), speeds)
-
-
-def _add_fewer_devices(
-    slowdown: Slowdown, finding: Finding, choice: DeviceChoice | str, speeds: "_Speeds"
-) -> Slowdown:
-    """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
-
-    Args:
-        slowdown: what is known so far, without that speed.
-        finding: about the slowest host.
-        choice: devices that the slowest host does without; or why it keeps all of them.
-    """
-    slowdown = msgspec.structs.replace(
-        slowdown, devices=finding.slow_devices, slow_devices=finding.slow_devices
-    )
-    if isinstance(choice, str):
-        return msgspec.structs.replace(slowdown, why_all_devices=choice)
-    return msgspec.structs.replace(
-        slowdown, devices=choice.out, fewer_devices=speeds.compute_healed(slowdown.host, share=choice.speed)
+    return add_fewer_devices(
+        slowdown,
+        finding,
+        leave_out(finding),
+        lambda share: speeds.compute_healed(slowest, share=share),
     )
 
 
@@ -201,16 +187,12 @@ def estimate_block_seconds(
     [1.0, 1.0, 3.0]
     """
     found: list[dict[TaskKind, list[float]]] = [{} for _ in block_costs]
-    for team in teams:
-        first = 0
-        for host, count in team:
-            blocks = range(first, first + count)
-            # seconds of block b = seconds of all tasks / factor * cost_b / sum of costs
-            cost = sum(block_costs[block] for block in blocks) * factors.get(host, 1.0)
-            for kind, seconds in measured[host].items():
-                for block in blocks:
-                    found[block].setdefault(kind, []).append(seconds * block_costs[block] / cost)
-            first += count
+    for host, blocks in list_stages(teams):
+        # seconds of block b = seconds of all tasks / factor * cost_b / sum of costs
+        cost = sum(block_costs[block] for block in blocks) * factors.get(host, 1.0)
+        for kind, seconds in measured[host].items():
+            for block in blocks:
+                found[block].setdefault(kind, []).append(seconds * block_costs[block] / cost)
     return [{kind: statistics.fmean(seconds) for kind, seconds in block.items()} for block in found]
 
 
@@ -230,19 +212,41 @@ def _price_cut(
 ) -> float:
     """Return the seconds of a step whose layers are divided by `speeds`, on hosts of which some are slow."""
     teams, factors = _divide(shape, speeds), _slow_down(shape, slow)
-    seconds: dict[HostName, dict[TaskKind, float]] = {}
-    for team in teams:
-        first = 0
-        for host, count in team:
-            total: dict[TaskKind, float] = {}
-            for block in base[first : first + count]:
-                for kind, one in block.items():
-                    total[kind] = total.get(kind, 0.0) + one * factors.get(host, 1.0)
-            seconds[host] = total
-            first += count
     even = share_microbatches(teams, shape.num_microbatches, speeds=shape.device_speeds)
-    quotas = {even, divide_by_speed(teams, even, seconds)} if shape.is_balanced else {even}
+    quotas = {even}
+    if shape.is_balanced:
+        quotas.add(divide_by_speed(teams, even, _add_up_tasks(teams, base, factors)))
+    return price_cut(teams, sorted(quotas), base, factors, shape.schedule)
+
+
+def price_cut(
+    teams: Sequence[Team],
+    quotas: Iterable[Sequence[int]],
+    base: BlockTable,
+    factors: Mapping[HostName, float],
+    schedule: PipelineSchedule,
+) -> float:
+    """Return the seconds of a step of these replicas, with the best of some quotas.
+
+    Args:
+        teams: the replicas.
+        quotas: microbatches of each replica.
+        base: what each block takes on a sound host.
+        factors: how many times as long a host takes that takes longer.
+    """
+    seconds = _add_up_tasks(teams, base, factors)
     by_block = spread_over_blocks(teams, seconds)
-    return min(
-        price_division(teams, StepDivision(one, by_block), seconds, shape.schedule) for one in sorted(quotas)
-    )
+    return min(price_division(teams, StepDivision(tuple(one), by_block), seconds, schedule) for one in quotas)
+
+
+def _add_up_tasks(
+    teams: Sequence[Team], base: BlockTable, factors: Mapping[HostName, float]
+) -> dict[HostName, dict[TaskKind, float]]:
+    """Return what the tasks of each host take, over all of its blocks."""
+    seconds: dict[HostName, dict[TaskKind, float]] = {}
+    for host, blocks in list_stages(teams):
+        total = seconds.setdefault(host, {})
+        for block in blocks:
+            for kind, one in base[block].items():
+                total[kind] = total.get(kind, 0.0) + one * factors.get(host, 1.0)
+    return seconds

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from resilient_jax.health.link_comparison import Pairs
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.step.link_speed import REPEATS
 from resilient_jax.transport.mail_protocol import MailKind
 

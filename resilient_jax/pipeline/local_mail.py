@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.transport.mail_protocol import Mail, MailKey
 from resilient_jax.transport.mailbox import Mailbox
 from resilient_jax.transport.received_mail import ReceivedMailCounter

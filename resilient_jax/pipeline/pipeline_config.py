@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.pipeline.block_state import ReduceVariable
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline_schedule.tasks import DEFAULT_SCHEDULE, PipelineSchedule
 from resilient_jax.step.assignment import Reduction
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.model_weights import Weight
 from resilient_jax.errors import PeerUnreachable
+from resilient_jax.host_exchange.step_mail import MailCarrier, StepMail
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums
 from resilient_jax.pipeline.block_sums import BlockSums
@@ -29,7 +30,6 @@ from resilient_jax.pipeline.commit_table import CommitTable, make_rows, make_tab
 from resilient_jax.pipeline.pipeline_config import PipelineConfig
 from resilient_jax.pipeline.stage_runner import BeforeTask, StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_mail import MailCarrier, StepMail
 from resilient_jax.pipeline.step_progress import (
     PROGRESS_STEP,
     TaskProgress,
@@ -38,8 +38,7 @@ from resilient_jax.pipeline.step_progress import (
     find_newest_routing,
     plan_continuation,
 )
-from resilient_jax.pipeline.step_sums import StepSums
-from resilient_jax.pipeline.sum_pieces import SumLayout, list_sum_pieces
+from resilient_jax.pipeline.sum_pieces import StepSums, SumLayout, list_sum_pieces
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline.unit_copies import CommittedStep
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
@@ -139,6 +138,8 @@ class PipelineWorker:
             optimizer,
             cut.sharding,
             config.reduce_variable,
+            num_microbatches=config.num_microbatches,
+            max_norm=config.max_norm,
             donate=config.donate_state,
         )
         self.host = host
@@ -385,14 +386,14 @@ class PipelineWorker:
             }
             for number in self.state.states
         }
-        make_rows(StepSums({}), sums, config.num_microbatches)
+        make_rows(StepSums(()), sums, config.num_microbatches)
         changed, whole = self.cut.changed_variables, sharding.place(P())
         for number, found in sums.items():
             for weight in self._units[number].weights:
                 if weight.name in changed:
                     shape = changed[weight.name][1]
                     found[weight.name] = jax.device_put(np.zeros(shape.shape, shape.dtype), whole)
-        self.state.update(sums, config.num_microbatches, np.float32(0), config.max_norm, np.float32(0))
+        self.state.update(sums, CommitTable(divisor=config.num_microbatches, norm=0.0, loss=0.0, results={}))
 
     def finish_step(
         self, before_update: BeforeUpdate = lambda table: None, report: StageReport | None = None
@@ -429,12 +430,10 @@ class PipelineWorker:
 
     def _commit(self, table: CommitTable, gradients: Gradients) -> None:
         """Update the state, which needs no other host, and drop what was kept of the step."""
-        config = self.config
-        numbers = np.float32(table.norm), config.max_norm, np.float32(table.loss)
-        if config.donate_state:
+        if self.config.donate_state:
             self.before_donation()
         try:
-            self.state.update(gradients, config.num_microbatches, *numbers, table.divisor)
+            self.state.update(gradients, table)
         except BaseException:
             if not self.state.states:
                 self.drop_state()

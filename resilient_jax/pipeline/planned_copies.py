@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.host_exchange.step_mail import MailCarrier
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.copy_requests import ANY_STEP, COPIES_HERE_MAIL, COPIES_WANTED_MAIL, CopyRequest
-from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
 
 COPIES_DONE_MAIL: Final = MailKind("copies_done")

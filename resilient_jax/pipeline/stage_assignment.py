@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline_schedule.routes import Team
+from resilient_jax.pipeline_schedule.routes import list_stages
 from resilient_jax.pipeline_schedule.teams import make_teams
 from resilient_jax.planning.assignment import solve_assignment
 
@@ -38,9 +38,9 @@ def assign_stages(
         block_costs: the relative time of each block.
         num_stages: hosts of a replica.
     """
-    held = _list_stages(make_teams(before, block_costs, num_stages)) if before else {}
+    held = dict(list_stages(make_teams(before, block_costs, num_stages))) if before else {}
     places = [HostName(str(place)) for place in range(len(hosts))]
-    stages = list(_list_stages(make_teams(places, block_costs, num_stages)).values())
+    stages = [stage for _, stage in list_stages(make_teams(places, block_costs, num_stages))]
     candidates = _sort_candidates(hosts, before, block_costs, num_stages)
     found: list[HostName | None] = [None] * len(stages)
     waiting: dict[Stage, collections.deque[HostName]] = {}
@@ -71,17 +71,6 @@ def follow_stages(
     for hosts in groups:
         order = assign_stages(hosts, order, block_costs, num_stages) if order else tuple(hosts)
     return order
-
-
-def _list_stages(teams: Sequence[Team]) -> dict[HostName, Stage]:
-    """Return the blocks of each host, in the order of hosts."""
-    found: dict[HostName, Stage] = {}
-    for team in teams:
-        first = 0
-        for host, count in team:
-            found[host] = range(first, first + count)
-            first += count
-    return found
 
 
 def _sort_candidates(

@@ -21,10 +21,10 @@ import numpy as np
 from resilient_jax.blocks.block_programs import Boundary
 from resilient_jax.blocks.forward_model import ForwardBlock
 from resilient_jax.blocks.model_weights import Weights
+from resilient_jax.host_exchange.array_packing import pack_arrays
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays
 from resilient_jax.pipeline.stage_runner import LOSS, ReadMicrobatch
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline_schedule.routes import Route, Routes
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.sharding.stage_sharding import StageSharding, make_single_device_stage

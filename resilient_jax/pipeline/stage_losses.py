@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from resilient_jax.ids import HostName
+from resilient_jax.pipeline.layer_speeds import price_cut
 from resilient_jax.pipeline.stage_assignment import assign_stages
-from resilient_jax.pipeline.step_division import StepDivision, TaskSeconds, price_division, spread_over_blocks
-from resilient_jax.pipeline_schedule.routes import Team
+from resilient_jax.pipeline_schedule.routes import Team, list_stages
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import list_complete_teams, make_teams, share_microbatches
 from resilient_jax.protocol.state_records import StageLoss, StageOutlook
@@ -92,7 +92,7 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
         for number, team in enumerate(layout.teams)
         for place, (host, _) in enumerate(team)
     }
-    held = _list_blocks(layout.teams)
+    held = dict(list_stages(layout.teams))
     kept: dict[tuple[tuple[float, ...], ...], float] = {}
     losses = []
     for lost in itertools.chain.from_iterable(
@@ -117,8 +117,8 @@ def estimate_stage_losses(layout: StageLayout, most_lost: int = 1) -> tuple[Stag
         place = (*sorted(places[host] for host in lost), len({team_of[host] for host in lost}))
         if place not in moved_bytes:
             moved_bytes[place] = max(
-                sum(layout.block_bytes[block] for block in blocks - held[host])
-                for host, blocks in _list_blocks(cut_without(lost)).items()
+                sum(layout.block_bytes[block] for block in blocks if block not in held[host])
+                for host, blocks in list_stages(cut_without(lost))
             )
         losses.append(
             StageLoss(
@@ -158,9 +158,7 @@ def estimate_stage_outlook(layout: StageLayout, most_lost: int) -> StageOutlook 
         teams = make_teams(hosts[number:], costs, layout.num_stages, layout.device_speeds)
         quotas = share_microbatches(teams, num_microbatches, speeds=layout.device_speeds)
         cut.append(present_s / _price(layout, teams, quotas))
-        largest = max(
-            sum(layout.block_bytes[block] for block in blocks) for blocks in _list_blocks(teams).values()
-        )
+        largest = max(sum(layout.block_bytes[block] for block in blocks) for _, blocks in list_stages(teams))
         move_s.append(largest / layout.bytes_per_s)
     idle = tuple(host for host in hosts if not any(host in replica for replica in replicas))
     return StageOutlook(
@@ -185,22 +183,5 @@ def make_even_seconds(
 
 
 def _price(layout: StageLayout, teams: Sequence[Team], quotas: Sequence[int]) -> float:
-    seconds: dict[HostName, dict[TaskKind, float]] = {}
-    for host, blocks in _list_blocks(teams).items():
-        total = seconds.setdefault(host, {})
-        for block in blocks:
-            for kind, one in layout.block_seconds[block].items():
-                total[kind] = total.get(kind, 0.0) + one / layout.get_speed(host)
-    measured: TaskSeconds = seconds
-    division = StepDivision(tuple(quotas), spread_over_blocks(teams, measured))
-    return price_division(teams, division, measured, layout.schedule)
-
-
-def _list_blocks(teams: Collection[Team]) -> dict[HostName, frozenset[int]]:
-    found: dict[HostName, frozenset[int]] = {}
-    for team in teams:
-        first = 0
-        for host, count in team:
-            found[host] = frozenset(range(first, first + count))
-            first += count
-    return found
+    factors = {host: 1 / speed for host, speed in layout.device_speeds.items()}
+    return price_cut(teams, [quotas], layout.block_seconds, factors, layout.schedule)

@@ -19,11 +19,11 @@ from resilient_jax.blocks.block_programs import Boundary as BoundaryValues
 from resilient_jax.blocks.cut_model import Block, CutModel
 from resilient_jax.blocks.model_weights import Weights
 from resilient_jax.errors import InternalError, PeerUnreachable
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
 from resilient_jax.pipeline.boundary_log import BoundaryLog
 from resilient_jax.pipeline.host_copies import can_copy, copy_to_host, place_copies
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.task_timings import TaskTimings
 from resilient_jax.pipeline_schedule.routes import Hop, Route
 from resilient_jax.pipeline_schedule.tasks import (

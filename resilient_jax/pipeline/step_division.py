@@ -14,7 +14,7 @@ from resilient_jax.health.monitor import MIN_EXCESS_S
 from resilient_jax.health.step_prediction import StepPath
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline_schedule.makespan import MachineClass, assign_tasks
-from resilient_jax.pipeline_schedule.routes import Team, make_routes
+from resilient_jax.pipeline_schedule.routes import Team, list_stages, make_routes
 from resilient_jax.pipeline_schedule.task_orders import BlockSeconds, order_tasks, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.step.host_speeds import MIN_GAIN
@@ -132,15 +132,16 @@ def price_division(
 
 def _describe_replica(team: Team, quota: int, seconds: BlockSeconds, measured: TaskSeconds) -> object:
     """Return what the time of a replica follows from."""
-    stages, first = [], 0
-    for host, count in team:
-        tasks = tuple(
-            (kind, took_s, *(seconds(host, kind, block) for block in range(first, first + count)))
-            for kind, took_s in sorted(measured[host].items())
+    return quota, tuple(
+        (
+            len(blocks),
+            tuple(
+                (kind, took_s, *(seconds(host, kind, block) for block in blocks))
+                for kind, took_s in sorted(measured[host].items())
+            ),
         )
-        stages.append((count, tasks))
-        first += count
-    return quota, tuple(stages)
+        for host, blocks in list_stages([team])
+    )
 
 
 def _price_replica(

@@ -1,4 +1,4 @@
-"""What is summed over microbatches, in pieces that some hosts compute and some need.
+"""What is summed over microbatches, in pieces that some hosts compute and some need, and the sums.
 
 A *piece* is the gradients of one block for the weights of one unit, and what the block makes of variables of that unit
 that the loss changes; the other results of the block's forward pass (loss, metrics) are in the piece of its own unit.
@@ -6,12 +6,10 @@ Hosts that run the block compute it, hosts that hold the unit need it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.loss_trace import CHANGED
@@ -19,11 +17,21 @@ from resilient_jax.ids import HostName
 from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.state_units import StateUnit
 from resilient_jax.pipeline_schedule.routes import Routes
-from resilient_jax.step.assignment import AccumulationSpec
-from resilient_jax.step.running_total import list_formats, start_total
 from resilient_jax.weighted_mean import join_weights
 
-Shapes = tuple[jax.ShapeDtypeStruct, ...]
+
+class PieceValues(NamedTuple):
+    """What a piece has of a microbatch, by name; or the sums of that, or their shapes.
+
+    Attributes:
+        gradients: values for trained weights.
+        changed: values for variables that are not trained.
+        results: other results of the block.
+    """
+
+    gradients: Mapping[str, Any]
+    changed: Mapping[str, Any]
+    results: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,32 +42,59 @@ class SumPiece:
         number: index of the piece, the same on all hosts.
         block: block whose passes make the addends.
         unit: number of the unit.
-        names: names of the trained weights.
-        changed_names: names of the variables.
-        result_names: names of the other results of the block that are in the piece.
-        shapes: shapes of one microbatch's addend: gradients, then variables, then results.
+        shapes: shapes of one microbatch's addend.
     """
 
     number: int
     block: int
     unit: int
-    names: tuple[str, ...]
-    changed_names: tuple[str, ...]
-    result_names: tuple[str, ...]
-    shapes: Shapes
+    shapes: PieceValues
 
-    def select(self, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the addend of a microbatch."""
-        return (
-            *(gradients[name] for name in self.names),
-            *(results[f"{CHANGED}/{name}"] for name in self.changed_names),
-            *(results[name] for name in self.result_names),
+    def select(self, gradients: Mapping[str, Any], results: Mapping[str, Any]) -> list[Any]:
+        """Return the addend of a microbatch: without names, so that equal layers share programs."""
+        found = PieceValues(
+            {name: gradients[name] for name in self.shapes.gradients},
+            {name: results[f"{CHANGED}/{name}"] for name in self.shapes.changed},
+            {name: results[name] for name in self.shapes.results},
         )
+        return jax.tree.leaves(found)
 
-    def describe_total(self, spec: AccumulationSpec) -> Any:  # noqa: ANN401 - a tree of shapes
-        """Return the shapes of the integers that a sum is kept as."""
-        limits = np.zeros(len(list_formats(spec, self.shapes)), np.int32)
-        return jax.eval_shape(functools.partial(start_total, spec, limits=limits), self.shapes)
+    def name(self, sums: Sequence[Any]) -> PieceValues:
+        """Return what is in the order of `select` by name."""
+        return jax.tree.structure(self.shapes).unflatten(sums)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSums:
+    """All sums that one host needs.
+
+    Attributes:
+        pieces: each with its sums over all microbatches, as floats of 32 bits at least; by number, ascending: so those
+            of a unit are in the order of blocks.
+    """
+
+    pieces: Sequence[tuple[SumPiece, PieceValues]]
+
+    def add_up_unit(self, unit: int) -> dict[str, Any]:
+        """Return the sums of a unit by name: gradients, and what microbatches make of variables.
+
+        The gradients of a shared weight are those of its blocks, added in their order.
+        """
+        sums: dict[str, Any] = {}
+        for piece, values in self.pieces:
+            if piece.unit == unit:
+                for name, value in values.gradients.items():
+                    sums[name] = sums[name] + value if name in sums else value
+                sums |= values.changed
+        return sums
+
+    def list_results(self) -> dict[str, Any]:
+        """Return the sums of the results, loss among them, of the blocks whose sums are here."""
+        return {name: value for _, values in self.pieces for name, value in values.results.items()}
+
+    def list_changed(self) -> set[str]:
+        """Return the names of the variables whose sums are here, which are no gradients."""
+        return {name for _, values in self.pieces for name in values.changed}
 
 
 def list_sum_pieces(cut: CutModel, units: Sequence[StateUnit]) -> tuple[SumPiece, ...]:
@@ -70,26 +105,19 @@ def list_sum_pieces(cut: CutModel, units: Sequence[StateUnit]) -> tuple[SumPiece
     for number, unit in enumerate(units):
         makers = {changed[weight.name][0] for weight in unit.weights if weight.name in changed}
         for block in sorted({*unit.blocks, *makers}):
-            names = unit.trained_names if block in unit.blocks else ()
-            changed_names = tuple(
-                weight.name
-                for weight in unit.weights
-                if weight.name in changed and changed[weight.name][0] == block
+            shapes = PieceValues(
+                {w.name: w.describe() for w in unit.weights if w.is_trained and block in unit.blocks},
+                {
+                    w.name: changed[w.name][1]
+                    for w in unit.weights
+                    if changed.get(w.name, (None,))[0] == block
+                },
+                {
+                    name: jax.ShapeDtypeStruct(outputs[name].shape, outputs[name].dtype)
+                    for name in (_list_results(cut, block) if unit.blocks == (block,) else ())
+                },
             )
-            results = _list_results(cut, block) if unit.blocks == (block,) else ()
-            shapes = [weight.describe() for weight in unit.weights if weight.name in names]
-            shapes += [changed[name][1] for name in changed_names]
-            shapes += [jax.ShapeDtypeStruct(outputs[name].shape, outputs[name].dtype) for name in results]
-            piece = SumPiece(
-                number=len(found),
-                block=block,
-                unit=number,
-                names=names,
-                changed_names=changed_names,
-                result_names=results,
-                shapes=tuple(shapes),
-            )
-            found.append(piece)
+            found.append(SumPiece(number=len(found), block=block, unit=number, shapes=shapes))
     return tuple(found)
 
 

@@ -4,17 +4,12 @@ import collections
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Final
 
 import msgspec
 
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
+from resilient_jax.step.host_speeds import MIN_MEASURED, WINDOW
 from resilient_jax.step.watch_report import WatchReport
-
-WINDOW: Final = 16
-"""Steps whose median is what a task takes: one that compiled, or was stopped, does not count."""
-MIN_MEASURED: Final = 4
-"""Fewer say nothing."""
 
 
 class StageReport(msgspec.Struct, frozen=True):

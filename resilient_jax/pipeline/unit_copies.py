@@ -25,8 +25,9 @@ import msgspec
 import numpy as np
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.host_exchange.array_packing import pack_arrays, unpack_arrays
+from resilient_jax.host_exchange.step_mail import MailCarrier
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState, UnitState, describe_sums, place_sums, place_unit
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.copy_deliveries import CopyDelivery
@@ -42,7 +43,6 @@ from resilient_jax.pipeline.copy_requests import (
     CopyRequest,
     read_request,
 )
-from resilient_jax.pipeline.step_mail import MailCarrier
 from resilient_jax.pipeline.unit_exchange import plan_moves
 from resilient_jax.sharding.stage_sharding import StageSharding
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
@@ -80,21 +80,6 @@ class CommittedStep:
     sums: Mapping[int, Mapping[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateFacts:
-    """What the updates of all units have in common.
-
-    Attributes:
-        num_microbatches: microbatches of one step, over all replicas.
-        max_norm: norm to which gradients are scaled down; None: gradients are used as they are.
-        changed: variable name to the shape that one microbatch gives, for each variable that the loss changes.
-    """
-
-    num_microbatches: int
-    max_norm: float | None
-    changed: Mapping[str, jax.ShapeDtypeStruct]
-
-
 @dataclasses.dataclass(slots=True)
 class _Copy:
     """A unit after some steps."""
@@ -118,7 +103,7 @@ class UnitCopies:
         state: BlockState,
         shapes: Sequence[UnitState],
         sharding: StageSharding,
-        facts: UpdateFacts,
+        changed: Mapping[str, jax.ShapeDtypeStruct],
     ) -> None:
         """Have no copy.
 
@@ -128,6 +113,7 @@ class UnitCopies:
             state: units that this host holds, whose update programs its copies use, too.
             shapes: shapes of the state of each unit, by number.
             sharding: layout over the devices of this host.
+            changed: variable name to the shape that one microbatch gives, for each variable that the loss changes.
         """
         self.generation = generation
         self._own = own
@@ -135,7 +121,7 @@ class UnitCopies:
         self._state = state
         self._shapes = shapes
         self._sharding = sharding
-        self._facts = facts
+        self._changed = changed
         self._wanted: frozenset[int] = frozenset()
         """The units that this host is to have copies of."""
         self._copies: dict[int, _Copy] = {}
@@ -328,7 +314,7 @@ class UnitCopies:
         sums = committed.sums[unit]
         table = committed.table
         numbers = np.array([table.norm, table.loss, table.divisor], np.float32)
-        names = describe_sums(self._state.units[unit], self._facts.changed)
+        names = describe_sums(self._state.units[unit], self._changed)
         data = pack_arrays([numbers, *(sums[name] for name in names)])
         # Keyed by the step of the copy that they update, so a copy asks for the next sums by its own step.
         key = self._make_key(COPY_SUMS_MAIL, committed.step - 1, unit)
@@ -360,13 +346,12 @@ class UnitCopies:
         return has_come
 
     def _update(self, unit: int, copy: _Copy, mail: Mail) -> None:
-        described = describe_sums(self._state.units[unit], self._facts.changed)
+        described = describe_sums(self._state.units[unit], self._changed)
         shapes = [jax.ShapeDtypeStruct((3,), np.float32), *described.values()]
         (norm, loss, divisor), *sums = unpack_arrays(mail.data, shapes, str(mail.key))
         placed = place_sums(self._state.units[unit], dict(zip(described, sums, strict=True)), self._sharding)
-        copy.state = self._state.make_next(
-            unit, copy.state, placed, self._facts.num_microbatches, norm, self._facts.max_norm, loss, divisor
-        )
+        table = CommitTable(divisor=float(divisor), norm=float(norm), loss=float(loss), results={})
+        copy.state = self._state.make_next(unit, copy.state, placed, table)
         copy.step += 1
 
     def finish(self, step: int, check: Callable[[], None]) -> dict[int, UnitState]:

@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 from resilient_jax.errors import InternalError
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.state.array_digest import add_array
 from resilient_jax.transport.mail_protocol import MailKind
 

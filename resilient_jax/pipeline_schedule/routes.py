@@ -6,7 +6,7 @@ unequal cuts or lengths are routes like any other.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -15,6 +15,19 @@ from resilient_jax.pipeline_schedule.errors import RouteError
 
 Team = Sequence[tuple[HostName, int]]
 """The hosts of a replica in order, each with its number of blocks."""
+
+
+def list_stages(teams: Iterable[Team]) -> Iterator[tuple[HostName, range]]:
+    """Yield each host of the replicas with the blocks that it has there.
+
+    >>> list(list_stages([[("a", 2), ("b", 1)]]))
+    [('a', range(0, 2)), ('b', range(2, 3))]
+    """
+    for team in teams:
+        first = 0
+        for host, count in team:
+            yield host, range(first, first + count)
+            first += count
 
 
 class Hop(msgspec.Struct, frozen=True, order=True):

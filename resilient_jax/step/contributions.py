@@ -8,7 +8,7 @@ claimed, but not added.
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.fixed_point_sum import FixedPointFormat, measure_fit
-from resilient_jax.step.running_total import reshard_total, start_total
+from resilient_jax.step.running_total import add_to_total, compute_exponents, reshard_total, start_total
 
 Tree = Any
 """A pytree of arrays."""
@@ -86,6 +86,46 @@ class Contributions:
         """
         self._replace(
             {number: part for number, part in self.parts.items() if _is_usable((part.total, part.exponents))}
+        )
+
+    def has(self, microbatch: int) -> bool:
+        """Return whether a microbatch is in any part."""
+        parts = tuple(self.parts.values())  # at once: threads of other replicas add theirs meanwhile
+        return any(microbatch in part.microbatches for part in parts)
+
+    def add(
+        self,
+        number: int,
+        microbatch: int,
+        result: Tree,
+        move: Callable[[Tree], Tree] = lambda total: total,
+        *,
+        is_counted: bool = True,
+    ) -> None:
+        """Add a microbatch, which no part has, to the part of a number; without such a part it is a new one.
+
+        The limits are known. The total so far is donated, so that a step needs the memory of one total. If the program
+        fails, the total is lost with it: `drop_unusable` notices that.
+
+        Args:
+            result: what was computed of it.
+            move: returns the total so far on the devices of the result.
+        """
+        assert self.limits is not None
+        part, exponents = self.parts.get(number), None
+        if part is None:
+            total = start_total(self.spec, result, self.limits)
+            if self.limits.size:
+                exponents = compute_exponents(self.spec, result)
+        else:
+            total, exponents = add_to_total(move(part.total), result, self.limits, donate=True)
+        # The total and the list of what is in it are replaced by one assignment: wherever this thread ends, a total has
+        # the microbatches that it claims, or it was donated, and is dropped.
+        self.parts[number] = Contribution(
+            total,
+            (part.microbatches if part else frozenset()) | {microbatch},
+            (*(part.exponents if part else ()), exponents) if self.limits.size else (),
+            is_counted=is_counted,
         )
 
     def draw_waiting_number(self) -> int:

@@ -24,7 +24,7 @@ from resilient_jax.step.data_sample import DataSample
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.replica_partners import ReplicaPartners
 from resilient_jax.step.replicas import Replica
-from resilient_jax.step.running_total import add_to_total, compute_exponents, start_total
+from resilient_jax.step.running_total import compute_exponents
 from resilient_jax.telemetry.worker_activity import worker_activity
 
 Tree = TypeVar("Tree")
@@ -164,13 +164,15 @@ class MicrobatchAccumulator:
                 self.lone_microbatch = jax.tree.map(_describe, result)
             if contributions.limits is None:
                 self._wait_for_limits(contributions, replica, index, number, result, exchange)
-            assert contributions.limits is not None
-            part = contributions.parts.get(number, Contribution(None, frozenset()))
             # It is there already if it was the part on its own that waited for the limits, and has become the total.
-            if index not in part.microbatches:
-                # The total and the list of what is in it are replaced by one assignment: wherever this thread ends, a
-                # total has the microbatches that it claims, or it was donated, and is dropped (`drop_unusable`).
-                contributions.parts[number] = self._add(contributions.limits, replica, part, index, result)
+            if not contributions.has(index):
+                # Of a replica on several hosts all is on this host's devices already: see `_call`.
+                move = replica.to_replica if replica.is_on_one_host else lambda total: total
+                # To start a total and to add to one are two programs, each compiled at its own first call.
+                with self._turns.take(
+                    f"{self._spec.name} total {number not in contributions.parts}", replica
+                ):
+                    contributions.add(number, index, result, move, is_counted=self._is_counted(replica))
 
     def _wait_for_limits(
         self,
@@ -197,35 +199,6 @@ class MicrobatchAccumulator:
         # Else it is the replica's part itself, and a total by now. `accumulate` adds this one to the earlier part.
         if waiting_number != number:
             del contributions.parts[waiting_number]
-
-    def _add(
-        self,
-        limits: np.ndarray,
-        replica: Replica,
-        part: Contribution,
-        index: int,
-        result: Any,  # noqa: ANN401 - a tree
-    ) -> Contribution:
-        """Return the part with one more microbatch."""
-        exponents = None
-        # To start a total and to add to one are two programs, each compiled at its own first call.
-        with self._turns.take(f"{self._spec.name} total {part.total is None}", replica):
-            if part.total is None:
-                total = start_total(self._spec, result, limits)
-                if limits.size:
-                    exponents = compute_exponents(self._spec, result)
-            else:
-                # Of a replica on several hosts all is on this host's devices already: see `_call`.
-                before = replica.to_replica(part.total) if replica.is_on_one_host else part.total
-                # Donated, so that a step needs the memory of one total. If the program fails, the total is lost with
-                # it: `Contributions.drop_unusable` notices that.
-                total, exponents = add_to_total(before, result, limits, donate=True)
-        return Contribution(
-            total,
-            part.microbatches | {index},
-            (*part.exponents, exponents) if limits.size else (),
-            is_counted=self._is_counted(replica),
-        )
 
     def compute_digest(self, replica: Replica, index: int) -> Digest:
         """Return the digest of a microbatch that is computed on a replica for comparison, and not accumulated."""

@@ -41,7 +41,14 @@ from resilient_jax.step.host_grid import (
     group_by_dtype,
     make_reader,
 )
-from resilient_jax.step.running_total import NO_LIMITS, choose_format, is_exact, join_complex, read_total
+from resilient_jax.step.running_total import (
+    NO_LIMITS,
+    describe_totals,
+    is_exact,
+    join_complex,
+    read_sums,
+    read_total,
+)
 
 Tree = TypeVar("Tree")
 WORD_BYTES = 4
@@ -110,7 +117,7 @@ class ExactReduce:
             self._add_up(parts, limits)
         else:
             exact = [position for position, part in enumerate(parts) if is_exact(part)]
-            for position, found in zip(exact, _read([parts[i] for i in exact], limits), strict=True):
+            for position, found in zip(exact, read_sums([parts[i] for i in exact], limits), strict=True):
                 parts[position] = found
         return jax.tree.unflatten(treedef, list(map(self._restore, origins, parts)))
 
@@ -161,7 +168,7 @@ class ExactReduce:
 
     def compile(self, spec: AccumulationSpec, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
         """Compile, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
-        grid, totals = self._grid, [_abstract_total(spec, leaf) for leaf in jax.tree.leaves(like)]
+        grid, totals = self._grid, describe_totals(spec, like)
         if grid.num_hosts == 1:
             return
         integers, small, large = _group_parts(totals, grid)
@@ -210,18 +217,6 @@ def _group_integers(parts: Sequence[Any]) -> Iterator[list[int]]:
     return group_by_dtype([jax.tree.leaves(part)[0] for part in parts])
 
 
-def _abstract_total(spec: AccumulationSpec, leaf: Any) -> Any:  # noqa: ANN401 - an array or its shape
-    format = choose_format(spec.reduction, spec.num_microbatches, leaf)
-    if format is None:
-        return leaf
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    integers = jax.ShapeDtypeStruct((*leaf.shape, 2) if is_complex else leaf.shape, format.integer_dtype)
-    if isinstance(format, FixedPointFormat):
-        return FixedPointSum((integers,) * format.num_limbs, format)  # pyright: ignore[reportArgumentType]
-    top = jax.ShapeDtypeStruct(integers.shape, jnp.int8)
-    return BinnedSum((integers,) * format.num_slots, top, format)  # pyright: ignore[reportArgumentType]
-
-
 def _make_reader(grid: HostGrid, parts: Sequence[Any]) -> Any:  # noqa: ANN401 - a jitted function
     """Return what reads sums out of what was added up: in one pass, and no memory for integers of each leaf."""
     formats = tuple(part.format if isinstance(part, FixedPointSum) else None for part in parts)
@@ -240,20 +235,15 @@ def _make_read(formats: tuple[FixedPointFormat | None, ...]) -> Any:  # noqa: AN
     return read
 
 
-@jax.jit
-def _read(totals: list[Any], limits: jax.Array) -> list[jax.Array]:
-    return read_total(totals, limits)
-
-
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
     """Compile, for the persistent cache, what a host alone reads: sums in fixed point, sharded as such a tree."""
-    leaves = [(leaf.sharding, _abstract_total(spec, leaf)) for leaf in jax.tree.leaves(like)]
+    leaves = zip([leaf.sharding for leaf in jax.tree.leaves(like)], describe_totals(spec, like), strict=True)
     totals = [
         jax.tree.map(lambda part, to=to: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=to), total)
         for to, total in leaves
         if isinstance(total, FixedPointSum)
     ]
-    _read.lower(totals, np.zeros(len(totals), np.int32)).compile()
+    read_sums.lower(totals, np.zeros(len(totals), np.int32)).compile()
 
 
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function

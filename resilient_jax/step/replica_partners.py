@@ -24,19 +24,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from resilient_jax.errors import PeerUnreachable, ResilientJaxError
-from resilient_jax.host_exchange import HostExchange, gather_mail_addresses
+from resilient_jax.host_exchange import HostExchange, MailExchange, gather_mail_addresses
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName, Seat
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.step.assignment import ReplicaLocation, list_holders
 from resilient_jax.step.replicas import Replica
-from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
+from resilient_jax.transport.mail_protocol import MailKind
 from resilient_jax.transport.mail_service import MailService
 
 READY_MAIL: Final = MailKind("ready")
 """Says whether a host begins the next program of a replica on several hosts."""
 
-BEGINS: Final = b"begins"
-LEAVES: Final = b"leaves"
 PATIENCE_S: Final = 1.5
 """Time for a partner's answer, once the generation has ended: one that is alive comes to its next program, or leaves
 the step. It is less than `quiesce_timeout_s`, which leaves a worker out."""
@@ -64,16 +63,12 @@ class _Group:
     """The hosts of one replica of this host, or those with the same shards.
 
     Attributes:
-        number: the same on all of them, by the order in which the shapes came up.
         seats: where its processes are in the world, this one included.
-        partners: the indexes of the other hosts.
-        num_begun: the programs of which this host has said that it begins them.
+        exchange: place where they say of each program whether they begin it.
     """
 
-    number: int
     seats: frozenset[Seat]
-    partners: tuple[int, ...]
-    num_begun: int = 0
+    exchange: MailExchange
 
 
 class ReplicaPartners:
@@ -147,10 +142,19 @@ class ReplicaPartners:
         found += [(hosts, hosts) for hosts in list_holders(locations) if len(hosts) > 1]
         own = [(group, indexes) for group, indexes in found if self._host_index in indexes]
         for number, (group, indexes) in enumerate(own):
+            mail = StepMail(
+                service=self._mail,
+                generation=self._generation,
+                # The same on all of them, by the order in which the shapes came up.
+                step=MAX_GROUPS * len(self._prepared) + number,
+                wait_timeout_s=self._wait_timeout_s,
+                check=_Patience(self._raise_if_ended).check,
+            )
             self._groups[group] = _Group(
-                number=MAX_GROUPS * len(self._prepared) + number,
                 seats=frozenset(seats[index] for index in indexes),
-                partners=tuple(index for index in indexes if index != self._host_index),
+                exchange=mail.make_exchange(
+                    [self._hosts[index] for index in indexes], self._hosts[self._host_index], READY_MAIL
+                ),
             )
         self._prepared.append(replicas)
 
@@ -173,7 +177,8 @@ class ReplicaPartners:
         self._cliques.begin_program(group.seats)
         is_intact = False
         try:
-            leaving = self._agree(group)
+            begins = group.exchange.gather_by_host(True)
+            leaving = [host for host, does_begin in begins.items() if not does_begin]
             result = None if leaving else collective_thread.run(program, *arguments)
             # Also if partners leave: then nobody has begun, and the clique is as it was.
             is_intact = True
@@ -185,45 +190,12 @@ class ReplicaPartners:
 
     def leave(self) -> None:
         """Tell the partners that this host begins no program any more in this generation."""
-        # The number of the next program: partners that wait for this host wait for that one.
-        for group in self._groups.values():
-            for partner in group.partners:
-                with contextlib.suppress(ResilientJaxError):  # it is dead, so it waits for nothing
-                    self._send(group, group.num_begun, partner, LEAVES)
-
-    def _agree(self, group: _Group) -> list[HostName]:
-        """Return the partners that do not begin the next program; none: all begin it now."""
-        program = group.num_begun
-        group.num_begun += 1
-        # To all before any answer is awaited: two hosts that wait first would wait for each other.
-        for partner in group.partners:
-            self._send(group, program, partner, BEGINS)
-        answers = {self._hosts[partner]: self._receive(group, program, partner) for partner in group.partners}
-        return [host for host, answer in answers.items() if answer != BEGINS]
-
-    def _send(self, group: _Group, program: int, partner: int, answer: bytes) -> None:
-        assert self._mail is not None, "groups are made once there is a mailbox"
-        mail = Mail(key=self._make_key(group, program, self._host_index), data=memoryview(answer))
-        self._mail.send(self._hosts[partner], mail)
-
-    def _receive(self, group: _Group, program: int, partner: int) -> bytes:
-        assert self._mail is not None, "groups are made once there is a mailbox"
-        mail = self._mail.take(
-            self._make_key(group, program, partner),
-            sender=self._hosts[partner],
-            deadline_s=time.monotonic() + self._wait_timeout_s,
-            check=_Patience(self._raise_if_ended).check,
-        )
-        return bytes(mail.data)
-
-    def _make_key(self, group: _Group, program: int, sender: int) -> MailKey:
-        return MailKey(
-            generation=self._generation,
-            step=group.number,
-            kind=READY_MAIL,
-            microbatch=program,
-            block=sender,
-        )
+        # Of the next program: partners that wait for this host wait for that one.
+        for exchange in (group.exchange for group in self._groups.values()):
+            for partner in exchange.hosts:
+                if partner != exchange.own:
+                    with contextlib.suppress(ResilientJaxError):  # it is dead, so it waits for nothing
+                        exchange.tell(partner, False)
 
     def _leave_with(self, partners: list[HostName]) -> None:
         """Raise, as soon as this host is told of the end of the generation, which its partners have left."""

@@ -113,6 +113,13 @@ def add_to_total(
     return (_add_in_place if donate else _add)(total, microbatch, limits)
 
 
+def describe_totals(spec: AccumulationSpec, like: Tree) -> list[Any]:
+    """Return the shapes of the total of each leaf of a tree, of arrays or their shapes."""
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like)]
+    limits = np.zeros(len(list_formats(spec, leaves)), np.int32)
+    return jax.eval_shape(functools.partial(start_total, spec), leaves, limits)
+
+
 def merge_totals(totals: Sequence[Tree]) -> Tree:
     """Return the total of all microbatches in these totals, which lie on the same devices."""
     return functools.reduce(_merge, totals)
@@ -218,6 +225,10 @@ def read_total(total: Tree, limits: jax.Array | np.ndarray) -> Tree:
         return read_binned(leaf) if is_exact(leaf) else leaf
 
     return jax.tree.map(read_leaf, total, is_leaf=is_exact)
+
+
+read_sums = jax.jit(read_total)
+"""`read_total` as a program of its own."""
 
 
 def split_complex(leaf: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline_schedule.makespan import estimate_finish_s
 from resilient_jax.policy.devices_after_loss import (
+    DeviceChoice,
     DevicesAfterLoss,
     choose_devices_to_leave_out,
     explain_all_devices,
@@ -91,10 +92,12 @@ def estimate_slowdown(
         replaced=full_s / replaced_s[slowest],
         without=full_s / predict_s(others, left) if others else 0.0,
     )
-    return _add_fewer_devices(
+    found = slow[slowest]
+    choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
+    return add_fewer_devices(
         slowdown,
-        slow[slowest],
-        after_loss,
+        found,
+        choice or explain_all_devices(found.slow_devices, after_loss),
         lambda share: full_s / predict_s(hosts, left, {slowest: share}),
     )
 
@@ -103,22 +106,24 @@ def _leave_out(slow: Mapping[HostName, Finding], host: HostName) -> dict[HostNam
     return {name: finding for name, finding in slow.items() if name != host}
 
 
-def _add_fewer_devices(
-    slowdown: Slowdown, found: Finding, after_loss: DevicesAfterLoss, predict_speed: Callable[[float], float]
+def add_fewer_devices(
+    slowdown: Slowdown,
+    found: Finding,
+    choice: DeviceChoice | str,
+    predict_speed: Callable[[float], float],
 ) -> Slowdown:
     """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
 
     Args:
         slowdown: what they cost if no device is left out.
         found: what was found about the slowest host.
-        after_loss: what the host does with the devices that are left.
+        choice: devices that the slowest host does without; or why it keeps all of them.
         predict_speed: gives the speed of the job if the host has this part of its usual speed.
     """
-    slowdown = msgspec.structs.replace(slowdown, slow_devices=found.slow_devices)
-    choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
-    if choice is None:
-        why = explain_all_devices(found.slow_devices, after_loss)
-        return msgspec.structs.replace(slowdown, devices=found.slow_devices, why_all_devices=why)
+    slow_devices = found.slow_devices
+    slowdown = msgspec.structs.replace(slowdown, devices=slow_devices, slow_devices=slow_devices)
+    if isinstance(choice, str):
+        return msgspec.structs.replace(slowdown, why_all_devices=choice)
     return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=predict_speed(choice.speed))
 
 

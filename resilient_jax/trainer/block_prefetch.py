@@ -25,7 +25,7 @@ from resilient_jax.pipeline.copy_requests import (
 from resilient_jax.pipeline.pipeline_step import PipelineWorker
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_assignment import assign_stages
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
 from resilient_jax.pipeline_schedule.routes import find_holders
 from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams
 from resilient_jax.protocol.failpoints import FailPoint
@@ -241,7 +241,6 @@ def _find_sent_copies(
 def _make_copies(
     placement: UnitPlacement, worker: PipelineWorker, shapes: Sequence[UnitState], generation: int
 ) -> UnitCopies:
-    config = worker.config
     return UnitCopies(
         worker.host,
         generation,
@@ -249,11 +248,7 @@ def _make_copies(
         worker.state,
         shapes,
         placement.sharding,
-        UpdateFacts(
-            num_microbatches=config.num_microbatches,
-            max_norm=config.max_norm,
-            changed={name: shape for name, (_, shape) in worker.cut.changed_variables.items()},
-        ),
+        {name: shape for name, (_, shape) in worker.cut.changed_variables.items()},
     )
 
 

@@ -20,6 +20,7 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError
 from resilient_jax.events import EventKind
 from resilient_jax.host_exchange import CollectiveExchange, gather_mail_addresses
+from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -27,7 +28,6 @@ from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.step_mail import StepMail
 from resilient_jax.pipeline.step_progress import PROGRESS_STEP
 from resilient_jax.pipeline.sum_pieces import list_scalar_results
 from resilient_jax.pipeline.unit_exchange import exchange_units

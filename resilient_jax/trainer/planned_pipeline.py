@@ -28,7 +28,7 @@ from resilient_jax.pipeline.local_mail import LocalMailService, LocalStepMail
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
 from resilient_jax.pipeline.stage_runner import LOSS, BeforeTask
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
+from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, list_stages, make_routes
 from resilient_jax.pipeline_schedule.tasks import Task
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.plan import Plan
@@ -445,8 +445,5 @@ def _make_joint_mesh(devices: Sequence[Sequence[Any]], local: Mesh) -> Mesh:
 
 
 def _describe_team(team: Team) -> str:
-    found, block = [], 0
-    for _, count in team:
-        found.append(f"{block}-{block + count - 1}")
-        block += count
+    found = [f"{blocks[0]}-{blocks[-1]}" for _, blocks in list_stages([team])]
     return f"{team[0][0].split('/')[0]} {' -> '.join(found)}"

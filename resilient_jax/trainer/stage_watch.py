@@ -16,6 +16,7 @@ from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.events import EventKind
 from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs
+from resilient_jax.host_exchange.step_mail import STEP_MAIL
 from resilient_jax.pipeline.layer_speeds import (
     PipelineShape,
     estimate_block_seconds,
@@ -32,7 +33,6 @@ from resilient_jax.pipeline.stage_losses import (
 )
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
 from resilient_jax.pipeline.step_durations import StepDurations
-from resilient_jax.pipeline.step_mail import STEP_MAIL
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.policy.devices_after_loss import DevicesAfterLoss

@@ -22,7 +22,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState, is_spec, make_unit_specs, place_unit
 from resilient_jax.pipeline.stage_assignment import follow_stages
 from resilient_jax.pipeline_schedule.rerouting import find_living_holders
-from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, make_routes
+from resilient_jax.pipeline_schedule.routes import Routes, Team, find_holders, list_stages, make_routes
 from resilient_jax.pipeline_schedule.teams import (
     combine_speeds,
     find_device_speeds,
@@ -316,10 +316,4 @@ def _init_by_unit(
 
 def _describe_blocks(teams: Sequence[Team]) -> dict[HostName, str]:
     """Return what blocks each host has, such as "0-3"."""
-    found: dict[HostName, str] = {}
-    for team in teams:
-        first = 0
-        for host, count in team:
-            found[host] = f"{first}-{first + count - 1}"
-            first += count
-    return found
+    return {host: f"{blocks[0]}-{blocks[-1]}" for host, blocks in list_stages(teams)}

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from resilient_jax.host_exchange import HostExchange
+from resilient_jax.host_exchange.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.failures import ServiceEnded
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -50,8 +51,10 @@ class MailSums:
         # Of the dtypes that a collective would have.
         arrays = [np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)) for leaf in leaves]
         with worker_activity.task(WorkerTask.SUM):  # a wait for other hosts
-            found = self.exchange.gather(b"".join(array.tobytes() for array in arrays))
-        trees = [structure.unflatten(_cut(given, arrays)) for given in found]
+            found = self.exchange.gather(bytes(pack_arrays(arrays)))
+        trees = [
+            structure.unflatten(unpack_arrays(memoryview(given), arrays, "a sum by mail")) for given in found
+        ]
         if all(
             np.issubdtype(array.dtype, np.integer) and not isinstance(leaf, jax.Array)
             for array, leaf in zip(arrays, leaves, strict=True)
@@ -59,12 +62,3 @@ class MailSums:
             return jax.tree.map(lambda *values: np.sum(values, axis=0, dtype=values[0].dtype), *trees)
         total = merge_totals([start_total_of_hosts(one) for one in trees])
         return ExactReduce(HostGrid(self._local_devices, self._process_index))(total, tree)
-
-
-def _cut(data: bytes, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays of a host, which are of these shapes and dtypes."""
-    ends = np.cumsum([0, *(array.nbytes for array in arrays)])
-    return [
-        np.frombuffer(data[start:end], array.dtype).reshape(array.shape)
-        for array, start, end in zip(arrays, ends, ends[1:], strict=False)
-    ]

@@ -10,10 +10,10 @@ from resilient_jax.events import EventKind
 from resilient_jax.health.finding import FindingKind
 from resilient_jax.health.link_comparison import pair_hosts
 from resilient_jax.health.monitor import FindingClosed, FindingOpened, HealthMonitor
+from resilient_jax.host_exchange.step_mail import STEP_MAIL, StepMail
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.pipeline.link_exchanges import LINKS_MAIL, MailExchanges
 from resilient_jax.pipeline.step_durations import StepDurations
-from resilient_jax.pipeline.step_mail import STEP_MAIL, StepMail
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec

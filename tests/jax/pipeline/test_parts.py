@@ -13,12 +13,12 @@ import pytest
 
 from resilient_jax.blocks.cut_model import cut_model
 from resilient_jax.errors import MessageError
+from resilient_jax.host_exchange.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline.block_state import BlockState
 from resilient_jax.pipeline.block_sums import BlockSums
 from resilient_jax.pipeline.boundary_log import BoundaryLog
-from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
+from resilient_jax.pipeline.commit_table import CommitTable, HostRows, SumsDiffer, UnitRow, make_table
 from resilient_jax.pipeline.stage_evaluation import MicrobatchResults, sum_results
 from resilient_jax.pipeline.stage_runner import StageRunner
 from resilient_jax.pipeline.state_units import list_state_units
@@ -33,6 +33,7 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
+from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.weighted_mean import WEIGHTS
 from tests.support.cut_variables import init_units, split_variables
 from tests.support.full_only import full_but
@@ -111,17 +112,21 @@ def test_a_units_values_are_the_same_after_they_were_joined_to_a_tree_and_split(
             np.testing.assert_array_equal(value, weights[key])
 
 
+def make_update_table(divisor=8.0):
+    return CommitTable(divisor=divisor, norm=4.0, loss=0.0, results={})
+
+
 def test_the_update_of_all_units_is_that_of_the_whole_tree(model):
     variables, cut = model
     optimizer = optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
-    state = BlockState(list_state_units(cut), optimizer)
+    state = BlockState(list_state_units(cut), optimizer, num_microbatches=8, max_norm=2.0)
     weights = cut.trace.table.split(variables)
     init_units(state, optimizer, weights, A, [{A}] * cut.num_blocks)
     sums = {
         number: {name: 8 * jnp.sin(1 + state.states[number].weights[name]) for name in unit.trained_names}
         for number, unit in enumerate(state.units)
     }
-    state.update(sums, 8, np.float32(4), max_norm=2.0)
+    state.update(sums, make_update_table())
     whole = optimizer.init(variables)
     gradients = jax.tree.map(lambda leaf: jnp.sin(1 + leaf) / 2, variables)
     updates, _ = optimizer.update(gradients, whole, variables)
@@ -135,7 +140,7 @@ def test_the_update_of_all_units_is_that_of_the_whole_tree(model):
 def make_updatable(model, optimizer, *, donate):
     """Return the state of all units, and sums for them."""
     variables, cut = model
-    state = BlockState(list_state_units(cut), optimizer, donate=donate)
+    state = BlockState(list_state_units(cut), optimizer, num_microbatches=8, max_norm=2.0, donate=donate)
     weights = jax.tree.map(jnp.copy, cut.trace.table.split(variables))  # of others in this module, too
     init_units(state, optimizer, weights, A, [{A}] * cut.num_blocks)
     sums = {
@@ -147,12 +152,12 @@ def make_updatable(model, optimizer, *, donate):
 
 def test_gradients_are_divided_by_the_weight_of_the_step_where_there_is_one(model):
     digests = []
-    for scale, divisor in ((1, None), (2, 16)):
+    for scale, divisor in ((1, 8.0), (2, 16.0)):
         # Adam would divide by any scale of the gradients itself.
         state, sums = make_updatable(model, optax.sgd(1e-2), donate=False)
         scaled = jax.tree.map(lambda leaf, scale=scale: scale * leaf, sums)
-        state.update(scaled, 8, np.float32(4), 2.0, None, divisor)
-        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+        state.update(scaled, make_update_table(divisor))
+        digests.append([digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)])
     assert digests[0] == digests[1]
 
 
@@ -162,26 +167,25 @@ def test_an_update_that_takes_the_memory_of_the_state_has_the_same_bits(model):
         state, sums = make_updatable(model, optax.adam(1e-2), donate=donate)
         before = jax.tree.leaves(state.states)
         for _ in range(2):
-            state.update(sums, 8, np.float32(4), max_norm=2.0)
+            state.update(sums, make_update_table())
         assert [leaf.is_deleted() for leaf in before] == [donate] * len(before)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((sums, state.states)))
-        digests.append([state.digest(block) for block in range(model[1].num_blocks)])
+        digests.append([digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)])
     assert digests[0] == digests[1]
 
 
 def test_an_update_that_fails_leaves_all_units_of_one_step_or_none(model):
     for donate in (False, True):
         state, sums = make_updatable(model, optax.adam(1e-2), donate=donate)
-        before = [state.digest(block) for block in range(model[1].num_blocks)]
+        before = [digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)]
         last = max(state.states)
+        missing = {number: found for number, found in sums.items() if number != last}
         with pytest.raises(KeyError):
-            state.update(
-                {number: found for number, found in sums.items() if number != last}, 8, np.float32(4)
-            )
+            state.update(missing, make_update_table())
         if donate:
             assert state.all_states == {}
         else:
-            assert [state.digest(block) for block in range(model[1].num_blocks)] == before
+            assert [digest_tree(state.list_weights(block)) for block in range(model[1].num_blocks)] == before
 
 
 def rows(*units, **results):
@@ -376,15 +380,15 @@ def test_a_block_is_summed_whatever_its_gradients_are_in_microbatch_0(first):
         gradients = {
             name: jnp.full(shape.shape, value, shape.dtype)
             for piece in pieces
-            for name, shape in zip(piece.names, piece.shapes, strict=False)
+            for name, shape in piece.shapes.gradients.items()
         }
-        results = {name: jnp.zeros(()) for piece in pieces for name in piece.result_names}
+        results = {name: jnp.zeros(()) for piece in pieces for name in piece.shapes.results}
         sums.add(1, microbatch, gradients, results)
     host = cast("Any", OneHost())
     found = sums.finish(host, host)
     expected = np.float32(math.fsum(values.astype(np.float64)))
-    for piece in pieces:
-        for value in found.by_piece[piece.number].values[: len(piece.names)]:
+    for _, values in found.pieces:
+        for value in values.gradients.values():
             np.testing.assert_allclose(np.asarray(value), expected, rtol=2.0**-22)
 
 

@@ -19,7 +19,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.health.finding import Finding, FindingKind
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import BlockState, UnitState, place_sums, place_unit
-from resilient_jax.pipeline.commit_table import HostRows, SumsDiffer, UnitRow, make_table
+from resilient_jax.pipeline.commit_table import CommitTable, HostRows, SumsDiffer, UnitRow, make_table
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline_schedule.teams import find_device_speeds, make_teams, share_microbatches
 from resilient_jax.policy.devices_after_loss import DeviceChoice
@@ -51,6 +51,7 @@ from resilient_jax.trainer.stage_axes import (
     reduce_stage_axes,
 )
 from resilient_jax.trainer.trainer import Trainer
+from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.trainer.unit_placement import list_used_devices
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.small_decoders import KEY, MAKERS, make_batch
@@ -166,7 +167,7 @@ def update_on(decoder, devices):
     sharding = make_stage(devices, specs)
     abstract = sharding.with_mesh(sharding.mesh.abstract_mesh) if len(devices) > 1 else None
     units = list_state_units(cut)
-    state = BlockState(units, optimizer, abstract)
+    state = BlockState(units, optimizer, abstract, num_microbatches=7, max_norm=1.7)
     sums = {}
     for number, unit in enumerate(units):
         own = {weight.name: np.asarray(weights[weight.name]) for weight in unit.weights}
@@ -175,8 +176,8 @@ def update_on(decoder, devices):
         found = {name: np.sin(1e4 * own[name]).astype(np.float32) for name in unit.trained_names}
         sums[number] = place_sums(unit, found, sharding)
     for _ in range(2):
-        state.update(sums, 7, np.float32(3), max_norm=1.7)
-    return [state.digest(block) for block in range(cut.num_blocks)]
+        state.update(sums, CommitTable(divisor=7.0, norm=3.0, loss=0.0, results={}))
+    return [digest_tree(state.list_weights(block)) for block in range(cut.num_blocks)]
 
 
 def test_an_update_has_the_same_bits_on_any_number_of_devices(decoder):

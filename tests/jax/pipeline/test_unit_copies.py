@@ -24,7 +24,7 @@ from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.copy_requests import COPIES_WANTED_MAIL, COPY_MAIL, COPY_SUMS_MAIL
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
 from resilient_jax.pipeline.unit_exchange import UnitMove, plan_moves
 from resilient_jax.protocol.state_records import NextMembers
 from resilient_jax.sharding.stage_sharding import make_single_device_stage
@@ -56,7 +56,15 @@ class Host:
         self.name, self.step = name, 0
         self.service = MailService(name, "127.0.0.1", Credentials("token"), lambda peer, error: None)
         self.changed = parts.changed
-        self.state = BlockState(parts.units, parts.optimizer, None, parts.reduce_variable, donate=True)
+        self.state = BlockState(
+            parts.units,
+            parts.optimizer,
+            None,
+            parts.reduce_variable,
+            num_microbatches=MICROBATCHES,
+            max_norm=MAX_NORM,
+            donate=True,
+        )
         self.state.replace(jax.tree.map(jnp.copy, parts.states))  # of the other host, too
         states = [self.state.states[number] for number in range(len(parts.units))]
         shapes = self.shapes = jax.eval_shape(lambda: states)
@@ -68,7 +76,7 @@ class Host:
             self.state,
             shapes,
             make_single_device_stage(),
-            UpdateFacts(num_microbatches=MICROBATCHES, max_norm=MAX_NORM, changed=parts.changed),
+            parts.changed,
         )
 
     def train(self):
@@ -84,9 +92,9 @@ class Host:
         }
         norm, loss, divisor = draw.random(3, np.float32)
         self.copies.wait_until_packed()
-        self.state.update(sums, MICROBATCHES, norm, MAX_NORM, loss, divisor)
-        self.step += 1
         table = CommitTable(divisor=float(divisor), norm=float(norm), loss=float(loss), results={})
+        self.state.update(sums, table)
+        self.step += 1
         committed = CommittedStep(step=self.step, table=table, sums=sums)
         self.copies.pass_commit(committed, self.hosts, [{MEMBER}] * len(self.state.units))
 
@@ -116,7 +124,7 @@ class Parts:
         weights = cut.trace.table.split(decoder.variables)
         self.units = list_state_units(cut)
         self.changed = {}
-        whole = BlockState(self.units, self.optimizer)
+        whole = BlockState(self.units, self.optimizer, num_microbatches=MICROBATCHES)
         init_units(whole, self.optimizer, weights, MEMBER, [{MEMBER}] * len(self.units))
         self.states = whole.states
 

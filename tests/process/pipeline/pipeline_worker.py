@@ -33,7 +33,7 @@ from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWor
 from resilient_jax.pipeline.planned_copies import PlannedCopies
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.state_units import list_state_units
-from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies, UpdateFacts
+from resilient_jax.pipeline.unit_copies import CommittedStep, UnitCopies
 from resilient_jax.pipeline.unit_exchange import exchange_units
 from resilient_jax.pipeline_schedule.routes import Route
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task
@@ -46,6 +46,7 @@ from resilient_jax.sharding.stage_sharding import (
 from resilient_jax.state.peer_transfer import SERVICE, StateExchange, StateOffers
 from resilient_jax.step import running_total
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
+from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_protocol import Mail
 from resilient_jax.transport.mail_service import MailService
@@ -227,7 +228,10 @@ class Host:
                 return self.evaluate(**words)
             case "digest":
                 held = {b for number in pipeline.state.states for b in pipeline.state.units[number].blocks}
-                return {"step": pipeline.step, "digests": {b: pipeline.state.digest(b) for b in sorted(held)}}
+                return {
+                    "step": pipeline.step,
+                    "digests": {b: digest_tree(pipeline.state.list_weights(b)) for b in sorted(held)},
+                }
         raise ValueError(do)
 
     def place(self, states: dict[int, UnitState]) -> dict[int, UnitState]:
@@ -273,7 +277,7 @@ class Host:
     def make_shapes(self) -> list[UnitState]:
         """Return the state of every unit of the model, as it is at first."""
         assert self.pipeline is not None
-        whole = BlockState(self.pipeline.state.units, self.optimizer)
+        whole = BlockState(self.pipeline.state.units, self.optimizer, num_microbatches=1)
         init_units(
             whole, self.optimizer, self.weights, self.name, [frozenset((self.name,))] * self.cut.num_blocks
         )
@@ -283,7 +287,6 @@ class Host:
         """Have no copies yet, in a generation."""
         pipeline = self.pipeline
         assert pipeline is not None
-        config = pipeline.config
         self.copies = UnitCopies(
             self.name,
             number,
@@ -291,7 +294,7 @@ class Host:
             pipeline.state,
             self.make_shapes(),
             self.sharding,
-            UpdateFacts(num_microbatches=config.num_microbatches, max_norm=config.max_norm, changed={}),
+            {},
         )
         return self.copies
 

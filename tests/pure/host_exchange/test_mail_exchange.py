@@ -3,6 +3,7 @@
 import queue
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 
@@ -48,7 +49,8 @@ class HostMail:
 
 def run(post, call):
     exchanges = [
-        MailExchange(mail=post.of(own), hosts=HOSTS, own=own, kind=MailKind("rows")) for own in HOSTS
+        MailExchange(mail=cast("Any", post.of(own)), hosts=HOSTS, own=own, kind=MailKind("rows"))
+        for own in HOSTS
     ]
     with ThreadPoolExecutor(len(HOSTS)) as threads:
         return list(threads.map(call, exchanges))

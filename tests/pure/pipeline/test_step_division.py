@@ -11,11 +11,12 @@ from resilient_jax.pipeline.step_division import (
     StepDivision,
     divide_by_speed,
 )
-from resilient_jax.pipeline.task_timings import MIN_MEASURED, TaskTimings
+from resilient_jax.pipeline.task_timings import TaskTimings
 from resilient_jax.pipeline_schedule.routes import Hop, Team, make_routes
 from resilient_jax.pipeline_schedule.task_orders import order_tasks, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, Task, TaskKind
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
+from resilient_jax.step.host_speeds import MIN_MEASURED
 
 SCHEDULE = PipelineSchedule.ZERO_BUBBLE
 TEAMS: list[Team] = [[(HostName("a"), 2), (HostName("b"), 3)], [(HostName("c"), 2), (HostName("d"), 3)]]

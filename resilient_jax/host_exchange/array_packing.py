@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-import jax
 import numpy as np
 
 from resilient_jax.errors import MessageError
@@ -25,13 +24,15 @@ def pack_arrays(arrays: Sequence[Any]) -> memoryview:
     return packed.data
 
 
-def unpack_arrays(
-    data: memoryview, shapes: Sequence[jax.ShapeDtypeStruct], source: str
-) -> tuple[np.ndarray, ...]:
+def unpack_arrays(data: memoryview, shapes: Sequence[Any], source: str) -> tuple[np.ndarray, ...]:
     """Return the arrays in a buffer, which they keep alive.
 
+    Args:
+        shapes: arrays, or their shapes and dtypes.
+        source: says where the buffer came from.
+
     Raises:
-        MessageError: the buffer has another size than these shapes need; `source` says where it came from.
+        MessageError: the buffer has another size than these shapes need.
     """
     sizes = [math.prod(shape.shape) * np.dtype(shape.dtype).itemsize for shape in shapes]
     offsets, total = _compute_offsets(sizes)

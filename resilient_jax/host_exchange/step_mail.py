@@ -1,16 +1,18 @@
-"""The mail of one host in one step of one generation: arrays and messages, by what they are."""
+"""The mail of one host in one step of one generation: arrays and messages, by what they are.
+
+An exchange over mail goes from each host to each: where only some take part, or no collective can be formed.
+"""
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
-import jax
 import msgspec
 
-from resilient_jax.host_exchange import MailExchange
+from resilient_jax.host_exchange.array_packing import pack_arrays, unpack_arrays
+from resilient_jax.host_exchange.messages import SMALL_BYTES, MessageT
 from resilient_jax.ids import HostName
-from resilient_jax.pipeline.array_packing import pack_arrays, unpack_arrays
 from resilient_jax.pipeline_schedule.tasks import Boundary, BoundaryKind
 from resilient_jax.protocol.message_decoding import decode_message
 from resilient_jax.transport.mail_protocol import Mail, MailKey, MailKind
@@ -25,8 +27,6 @@ TOTAL_MAIL: Final = MailKind("total")
 """A part of a block's gradient sums: of some microbatches, of which the key has the first."""
 STEP_MAIL: Final = frozenset({ACTIVATION_MAIL, GRADIENT_MAIL, TOTAL_MAIL})
 """What every ordinary step sends. States and evaluations come now and then, and are larger."""
-
-MessageT = TypeVar("MessageT")
 
 MAIL_KINDS = {
     BoundaryKind.ACTIVATION: ACTIVATION_MAIL,
@@ -112,9 +112,7 @@ class StepMail:
         """
         self.service.send(to, Mail(key=key, data=data, shape=(data.nbytes,)))
 
-    def take_arrays(
-        self, sender: HostName, key: MailKey, shapes: Sequence[jax.ShapeDtypeStruct]
-    ) -> tuple[Any, ...]:
+    def take_arrays(self, sender: HostName, key: MailKey, shapes: Sequence[Any]) -> tuple[Any, ...]:
         """Wait for arrays; they are views of the memory that they were received into.
 
         Raises:
@@ -146,6 +144,64 @@ class StepMail:
         decoder: Any = msgspec.msgpack.Decoder(kind)
         return decode_message(decoder, self.take_bytes(sender, key), f"{key} from {sender}")
 
-    def make_exchange(self, hosts: Sequence[HostName], own: HostName, kind: MailKind) -> MailExchange:
+    def make_exchange(self, hosts: Sequence[HostName], own: HostName, kind: MailKind) -> "MailExchange":
         """Return the exchanges of a kind between hosts, in the same order everywhere, of which `own` is this one."""
         return MailExchange(mail=self, hosts=hosts, own=own, kind=kind)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class MailExchange:
+    """The exchanges of one kind of mail in one step and generation; see `HostExchange`.
+
+    A host that is lost, or late, ends an exchange with `PeerUnreachable`.
+
+    Attributes:
+        mail: mail of this host in that step and generation.
+        hosts: all that take part, in the same order everywhere.
+        kind: kind of mail that these exchanges have.
+        num_made: exchanges so far, which is the number of the next one.
+    """
+
+    mail: StepMail
+    hosts: Sequence[HostName]
+    own: HostName
+    kind: MailKind
+    num_made: int = 0
+
+    @property
+    def host_index(self) -> int:
+        """The index of this host in `hosts`."""
+        return self.hosts.index(self.own)
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts take part."""
+        return len(self.hosts)
+
+    def gather(
+        self, message: MessageT, *, speakers: Sequence[int] | None = None, room_bytes: int = SMALL_BYTES
+    ) -> list[MessageT]:
+        """Return the messages of all speakers; see `HostExchange.gather`. Mail needs no room."""
+        speaking, own_index = range(self.num_hosts) if speakers is None else speakers, self.host_index
+        if own_index in speaking:
+            for host in self.hosts:
+                if host != self.own:
+                    self.tell(host, message)
+        number, self.num_made = self.num_made, self.num_made + 1
+        return [
+            message
+            if index == own_index
+            else self.mail.take_message(
+                self.hosts[index], self.mail.make_key(self.kind, index, number), type(message)
+            )
+            for index in speaking
+        ]
+
+    def gather_by_host(self, message: MessageT) -> dict[HostName, MessageT]:
+        """Return the messages of all hosts by their names."""
+        return dict(zip(self.hosts, self.gather(message), strict=True))
+
+    def tell(self, host: HostName, message: object) -> None:
+        """Send a host what this one says in the next exchange, without waiting; `gather` does that, too."""
+        key = self.mail.make_key(self.kind, self.host_index, self.num_made)
+        self.mail.send_message(host, key, message)
