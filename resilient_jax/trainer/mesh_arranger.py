@@ -9,7 +9,6 @@ import jax
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.program_analysis.program_analysis import list_state_tensors
-from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import ParameterPlacement, ParameterSpecs
 from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
@@ -17,6 +16,7 @@ from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.arrangement import REPLICA_AXES, Arrangement, list_parameter_specs, name_axes
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.loss_function import Mean
+from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.worker.world import World
 
 
@@ -27,7 +27,7 @@ class MeshArranger:
         self._config = config
         self._specs: ParameterSpecs | None = None
 
-    def arrange(self, world: World, params: Tree) -> Arrangement:
+    def arrange(self, world: World, variables: Variables) -> Arrangement:
         """Return the arrangement for the live hosts, whose placement is on the mesh of all replicas.
 
         Raises:
@@ -45,10 +45,10 @@ class MeshArranger:
         shape = ReplicaShape(hosts=num_devices // width, axes=name_axes(sizes))
         return Arrangement(
             replica_shape=shape,
-            placement=ParameterPlacement(world.mesh(shape), self._find_specs(sizes, params)),
+            placement=ParameterPlacement(world.mesh(shape), self._find_specs(sizes, variables)),
         )
 
-    def _find_specs(self, sizes: Mapping[Axis, int], params: Tree) -> ParameterSpecs:
+    def _find_specs(self, sizes: Mapping[Axis, int], variables: Variables) -> ParameterSpecs:
         if self._specs is None:  # the same in every generation
             recipe, batch = self._config.recipe, make_abstract(self._config.data.batch(0, 0))
 
@@ -56,5 +56,5 @@ class MeshArranger:
                 return recipe.loss_fn(model, batch, jax.random.key(0))[0]
 
             tensors = list_state_tensors(self._config.model, loss, batch)
-            self._specs = list_parameter_specs(StatePartitioner(tensors, sizes), params)
+            self._specs = list_parameter_specs(StatePartitioner(tensors, sizes), variables)
         return self._specs

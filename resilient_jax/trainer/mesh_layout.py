@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import CompilationJob
@@ -26,7 +26,12 @@ from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
 from resilient_jax.trainer.state_layout import InShards, MeshShape
 from resilient_jax.trainer.train_step import TrainStep, make_zero
-from resilient_jax.trainer.training_state import MicrobatchSums, StepSummary, TrainingState
+from resilient_jax.trainer.training_state import (
+    EarlyStoppingState,
+    MicrobatchSums,
+    StepSummary,
+    TrainingState,
+)
 from resilient_jax.worker.world import World
 
 Tree = TypeVar("Tree")
@@ -42,11 +47,11 @@ class MeshLayout(InShards):
         self._is_left_over = not self._mesh.local_devices
 
     @functools.cached_property
-    def _whole(self) -> Sharding:
-        """Where this host has what it has whole."""
-        if self._is_left_over:
-            return SingleDeviceSharding(self.world.local_devices[0])
-        return NamedSharding(Mesh(np.array(self._mesh.local_devices), ("local",)), P())
+    def local_sharding(self) -> NamedSharding:
+        """The sharding that replicates an array on this host's devices of the mesh; of a host that is left over on its
+        first device."""
+        devices = self._mesh.local_devices or self.world.local_devices[:1]
+        return NamedSharding(Mesh(np.array(devices), ("local",)), P())
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
@@ -61,13 +66,7 @@ class MeshLayout(InShards):
         )
         if not self._is_left_over:
             return collective_thread.run(jax.jit(init, out_shardings=where))
-        return jax.tree.map(
-            lambda leaf, sharding: jax.make_array_from_single_device_arrays(
-                leaf.shape, sharding, [], dtype=leaf.dtype
-            ),
-            abstract,
-            where,
-        )
+        return jax.tree.map(_have_nothing, abstract, where)
 
     def ravel(self, state: TrainingState) -> TrainingState:
         """Return the state: no leaf is kept raveled."""
@@ -85,6 +84,17 @@ class MeshLayout(InShards):
         """Return how many steps of a state are committed."""
         return self.world.step_services.committed_step if self._is_left_over else int(state.step)
 
+    def read_early_stopping(self, state: TrainingState) -> EarlyStoppingState:
+        """Return the state of early stopping, which hosts that are left over get from the first one that has it."""
+        is_first = self._mesh.devices.flat[0] in self._mesh.local_devices
+        own = (
+            super().read_early_stopping(state) if is_first else EarlyStoppingState(np.float32(0), np.int32(0))
+        )
+        best, count = self.world.all_reduce(
+            (np.asarray(own.best_metric).view(np.int32), np.asarray(own.patience_count))
+        )
+        return EarlyStoppingState(best.view(np.float32), count)
+
     def read_learning_rate(self, state: TrainingState) -> dict[str, float]:
         """Return the metric `learning_rate`; none where this host has nothing of the state."""
         return {} if self._is_left_over else super().read_learning_rate(state)
@@ -94,7 +104,7 @@ class MeshLayout(InShards):
 
         def make(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:  # noqa: ANN401 - keys of a tree
             sharding = self._placement(jax.tree_util.keystr(path), leaf)
-            return make_zero(leaf, self._whole if sharding.is_fully_replicated else sharding)
+            return make_zero(leaf, self.local_sharding if sharding.is_fully_replicated else sharding)
 
         return jax.tree_util.tree_map_with_path(make, abstract)
 
@@ -125,12 +135,10 @@ class MeshLayout(InShards):
 
     def shard(self, tree: Tree) -> Tree:
         """Return leaves on the mesh, and those that every host has replicated over it."""
-        if self._is_left_over:
-            return tree
         everywhere = NamedSharding(self._mesh, P())
+        place = _have_nothing if self._is_left_over else replicate_over
         return jax.tree.map(
-            lambda leaf: replicate_over(leaf, everywhere) if leaf.sharding.is_fully_replicated else leaf,
-            tree,
+            lambda leaf: place(leaf, everywhere) if leaf.sharding.is_fully_replicated else leaf, tree
         )
 
     def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
@@ -151,3 +159,8 @@ class MeshLayout(InShards):
 @jax.jit
 def _sum_squares(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.float32))) for array in arrays]).sum()
+
+
+def _have_nothing(leaf: Any, sharding: NamedSharding) -> jax.Array:  # noqa: ANN401 - an array or its shape
+    """Return an array of which other hosts have the shards."""
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [], dtype=leaf.dtype)

@@ -40,6 +40,7 @@ from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
+    EarlyStoppingState,
     MicrobatchSums,
     State,
     StepSummary,
@@ -161,6 +162,11 @@ class StateLayout(abc.ABC):
     def read_step(self, state: State) -> int:
         """Return how many steps of a state are committed."""
         return int(state.step)
+
+    def read_early_stopping(self, state: State) -> EarlyStoppingState:
+        """Return the state of early stopping, in host memory. Every host must call this."""
+        assert isinstance(state.early_stopping, EarlyStoppingState), "it is made together with early_stopping"
+        return jax.device_get(state.early_stopping)
 
     def read_learning_rate(self, state: State) -> dict[str, float]:
         """Return the metric `learning_rate`; see `training_state.read_learning_rate`."""

@@ -2,7 +2,8 @@
 
 The harness writes `stop` to DIR: the step at which training ends, written well ahead. After every step each process
 appends a line to `steps-<host index>-<pid>.jsonl`: the step, digests of the boxes of the state that are here, and their
-bytes. With the word `evaluate` there are evaluations, with `save` checkpoints.
+bytes. With the word `evaluate` there are evaluations and early stopping, which never stops, with `save` checkpoints;
+with `freeze` the second layer is frozen.
 """
 
 import hashlib
@@ -91,6 +92,7 @@ if __name__ == "__main__":
     trainer = rj.Trainer(
         model=Net,
         optimizer=optax.adamw(0.01),
+        wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains("down"))) if "freeze" in sys.argv else nnx.Param,
         loss_fn=loss,
         data=read,
         batch_size=48,
@@ -100,6 +102,7 @@ if __name__ == "__main__":
         evaluation=rj.Evaluation(data=read, interval_steps=3, num_microbatches=4)
         if "evaluate" in sys.argv
         else None,
+        early_stopping=rj.EarlyStopping(patience=NEVER) if "evaluate" in sys.argv else None,
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", interval_steps=4)
         if "save" in sys.argv
         else None,
