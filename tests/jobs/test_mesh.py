@@ -97,6 +97,7 @@ def list_replicas(report: JobReport) -> list[list[HostName]]:
     [
         pytest.param(LOOP, "fsdp:4", [], id="loop"),
         pytest.param(TRAINER, "fsdp:2/tensor:2", ["evaluate", "save", "freeze"], id="trainer"),
+        pytest.param(TRAINER, "fsdp:2/expert:2", ["experts"], marks=pytest.mark.full, id="trainer, experts"),
         pytest.param(LOOP, "fsdp:2/tensor:2", ["general"], marks=pytest.mark.full, id="loop, general sums"),
         pytest.param(LOOP, "fsdp:1/tensor:4", [], marks=pytest.mark.full, id="loop, tensor"),
         pytest.param(TRAINER, "fsdp:4", [], marks=pytest.mark.full, id="trainer, fsdp"),

@@ -17,6 +17,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.step import reduction
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from tests.support.scripts.experts import Experts, compute_experts_loss
 
 WIDTH, STEPS = 16, 3
 
@@ -56,6 +57,8 @@ def fit(parallelism: rj.Parallelism, **changes: Any) -> tuple[rj.FitResult, list
     options = {
         "model": Net,
         "data": read,
+        "batch_size": 24,
+        "microbatch_size": 8,
         "optimizer": optax.adamw(0.01),
         "loss_fn": loss,
         "numerics": rj.Numerics(clip_norm=0.1),
@@ -63,8 +66,6 @@ def fit(parallelism: rj.Parallelism, **changes: Any) -> tuple[rj.FitResult, list
         **changes,
     }
     trainer = rj.Trainer(
-        batch_size=24,
-        microbatch_size=8,
         parallelism=parallelism,
         callbacks=[reports.append],
         **options,
@@ -193,6 +194,26 @@ def test_training_over_axes_ends_early_where_whole_replicas_do() -> None:
         f"early stop: eval_loss has not improved on {float(state.early_stopping.best_metric):.6g} in 1 evaluations",
     )
     assert int(state.early_stopping.patience_count) == 1
+
+
+def read_many(step: int, index: int) -> np.ndarray:
+    return np.concatenate([read(step, 8 * index + part) for part in range(8)])
+
+
+@pytest.mark.parametrize("axes", [{"expert": 4, "fsdp": 2}, {"expert": 4, "tensor": 2}])
+def test_experts_are_on_the_devices_of_their_axis_and_train_as_whole_ones_do(axes: dict[str, int]) -> None:
+    _, state = fit_both(
+        axes,
+        model=lambda rngs: Experts(WIDTH, 2 * WIDTH, experts=8, rngs=rngs),
+        loss_fn=compute_experts_loss,
+        data=read_many,
+        evaluation=rj.Evaluation(data=read_many, interval_steps=2, num_microbatches=2),
+        microbatch_size=64,
+        batch_size=192,
+    )
+    for leaf in (state.variables.params["up"], state.opt_state[0].mu["up"]):
+        assert count_elements(leaf) == {WIDTH * 2 * WIDTH}
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {2}, "two experts"
 
 
 def make_plain(key: jax.Array) -> dict[str, jax.Array]:
