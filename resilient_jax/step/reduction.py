@@ -246,14 +246,15 @@ def _read(totals: list[Any], limits: jax.Array) -> list[jax.Array]:
 
 
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
-    """Compile, for the persistent cache, what a host alone reads: sums in fixed point, sharded as such a tree."""
+    """Compile, for the persistent cache, what a host alone reads: exact sums, sharded as such a tree."""
     leaves = [(leaf.sharding, _abstract_total(spec, leaf)) for leaf in jax.tree.leaves(like)]
     totals = [
         jax.tree.map(lambda part, to=to: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=to), total)
         for to, total in leaves
-        if isinstance(total, FixedPointSum)
+        if is_exact(total)
     ]
-    _read.lower(totals, np.zeros(len(totals), np.int32)).compile()
+    num_limits = sum(isinstance(total, FixedPointSum) for _, total in leaves)
+    _read.lower(totals, np.zeros(num_limits, np.int32)).compile()
 
 
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function

@@ -8,6 +8,7 @@ Hosts that are too few for one more replica take part in what all hosts agree on
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,10 +18,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.compile.ahead_of_time import CompilationJob
+from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
+from resilient_jax.errors import CallerError
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.placements import Placement
 from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.step import resharding
+from resilient_jax.step.assignment import ReplicaShape, locate_replicas
+from resilient_jax.step.host_grid import LiveHosts
+from resilient_jax.step.likely_worlds import list_likely_worlds
+from resilient_jax.step.replicas import make_replica_mesh
 from resilient_jax.step.resharding import replicate_over
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
@@ -45,12 +55,13 @@ class MeshLayout(InShards):
         assert isinstance(self._placement.mesh, Mesh), "a generation's placement has devices"
         self._mesh = self._placement.mesh
         self._is_left_over = not self._mesh.local_devices
+        self._exchange = CollectiveExchange.between_hosts(world)
 
     @functools.cached_property
     def local_sharding(self) -> NamedSharding:
-        """The sharding that replicates an array on this host's devices of the mesh; of a host that is left over on its
-        first device."""
-        devices = self._mesh.local_devices or self.world.local_devices[:1]
+        """The sharding that replicates an array on this host's devices of the mesh; of one left over on as many."""
+        width = self._mesh.devices[0].size // self.arrangement.replica_shape.hosts
+        devices = self._mesh.local_devices or self.world.local_devices[:width]
         return NamedSharding(Mesh(np.array(devices), ("local",)), P())
 
     def restore(
@@ -61,9 +72,7 @@ class MeshLayout(InShards):
 
     def _init_in_shards(self, init: Callable[[], TrainingState]) -> TrainingState:
         abstract = jax.eval_shape(init)
-        where = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._placement(jax.tree_util.keystr(path), leaf), abstract
-        )
+        where = _place(abstract, self._placement)
         if not self._is_left_over:
             return collective_thread.run(jax.jit(init, out_shardings=where))
         return jax.tree.map(_have_nothing, abstract, where)
@@ -86,14 +95,13 @@ class MeshLayout(InShards):
 
     def read_early_stopping(self, state: TrainingState) -> EarlyStoppingState:
         """Return the state of early stopping, which hosts that are left over get from the first one that has it."""
-        is_first = self._mesh.devices.flat[0] in self._mesh.local_devices
-        own = (
-            super().read_early_stopping(state) if is_first else EarlyStoppingState(np.float32(0), np.int32(0))
-        )
-        best, count = self.world.all_reduce(
-            (np.asarray(own.best_metric).view(np.int32), np.asarray(own.patience_count))
-        )
-        return EarlyStoppingState(best.view(np.float32), count)
+        own = (0.0, 0)
+        if not self._is_left_over:
+            best, count = super().read_early_stopping(state)
+            own = float(best), int(count)
+        first = self.world.hosts.index(self.world.host_of_device(self._mesh.devices.flat[0]))
+        ((best, count),) = self._exchange.gather(own, speakers=[first])
+        return EarlyStoppingState(np.array(best, np.float32), np.array(count, np.int32))
 
     def read_learning_rate(self, state: TrainingState) -> dict[str, float]:
         """Return the metric `learning_rate`; none where this host has nothing of the state."""
@@ -110,14 +118,15 @@ class MeshLayout(InShards):
 
     def summarize(self, programs: TrainStep, sums: MicrobatchSums) -> tuple[StepSummary, dict[str, Any]]:
         """Return the summary and the metrics, the same on all hosts: the norm is of squares that all add up."""
-        squares = self.world.all_reduce(self._add_squares(sums.gradients))
-        norm = np.sqrt(np.asarray(squares))
+        # By the exchange, whose programs are compiled ahead for other numbers of hosts.
+        squares = math.fsum(self._exchange.gather(self._add_squares(sums.gradients)))
+        norm = np.float32(math.sqrt(squares))
         summary, metrics = programs.summarize(sums._replace(gradients=(norm,)))
         # On no device: the update, on all devices of the mesh, takes numbers as they are.
         return jax.tree.map(np.asarray, summary), metrics
 
-    def _add_squares(self, gradients: Any) -> np.ndarray:  # noqa: ANN401 - a tree
-        """Return float32[], the squares that this host is to add up: each element of the first replica once."""
+    def _add_squares(self, gradients: Any) -> float:  # noqa: ANN401 - a tree
+        """Return the sum of the squares that this host is to add up: each element of the first replica once."""
         by_device: dict[Device, list[jax.Array]] = {}
         first = list(self._mesh.devices[0].flat)
         for leaf in jax.tree.leaves(gradients):
@@ -131,7 +140,7 @@ class MeshLayout(InShards):
                 if shard.device in counted:
                     by_device.setdefault(shard.device, []).append(shard.data)
         found = [_sum_squares(arrays) for arrays in by_device.values()]
-        return np.asarray(sum(float(squares) for squares in found), np.float32)
+        return math.fsum(float(squares) for squares in found)
 
     def shard(self, tree: Tree) -> Tree:
         """Return leaves on the mesh, and those that every host has replicated over it."""
@@ -152,8 +161,60 @@ class MeshLayout(InShards):
         return state if self._is_left_over else super().update(programs, state, sums, summary)
 
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
-        """Yield nothing: what a replica runs stays the same, and sums in shards are not compiled ahead."""
-        yield from ()
+        """Yield a job for each likely number of replicas: what makes a state and updates it.
+
+        What a replica runs stays the same.
+        """
+        world, shape = self.world, self.arrangement.replica_shape
+        if not is_portable_cache_on(world.local_devices[0]):
+            return
+        known.add(self._mesh.axis_sizes)  # compiled by the first step
+        for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
+            live = LiveHosts.from_devices(devices, world.host_index)
+            # Here, and not on the thread that compiles: the members may change while it does.
+            mesh = _make_likely_mesh(live, shape)
+            if mesh is not None and mesh.axis_sizes not in known:
+                yield CompilationJob(
+                    f"state in shards on {mesh.devices.shape[0]} replicas",
+                    functools.partial(self._compile, programs, known, mesh),
+                )
+
+    def _compile(
+        self, programs: TrainStep, known: set[MeshShape], mesh: Mesh, check: CancellationCheck
+    ) -> bool:
+        placement, sums = self._placement.with_mesh(mesh), programs.abstract_sums
+        state, cut = resharding.abstract_shards(
+            (programs.abstract_state, (sums.gradients, sums.collections)), placement
+        )
+        check()
+        jax.jit(programs.init, out_shardings=_place(programs.abstract_state, placement)).lower().compile()
+        check()
+        programs.update.lower(
+            state, cut, programs.abstract_summary, placement=placement.with_abstract_mesh()
+        ).compile()
+        known.add(mesh.axis_sizes)
+        return True
+
+
+def _make_likely_mesh(live: LiveHosts, shape: ReplicaShape) -> Mesh | None:
+    """Return the mesh of all replicas of hosts, with this one in a replica; None: too few hosts for one."""
+    by_host = list(live.devices_by_host)
+    try:
+        locations = locate_replicas(range(len(by_host)), shape, [len(devices) for devices in by_host])
+    except CallerError:
+        return None
+    if all(live.host_index not in location.host_indexes for location in locations):
+        # Left over among these, it is in a replica of others that are as many.
+        place = locations[0].host_indexes[0]
+        by_host[place], by_host[live.host_index] = by_host[live.host_index], by_host[place]
+    return make_replica_mesh(locations, by_host, shape)
+
+
+def _place(tree: Tree, placement: Placement) -> Tree:
+    """Return the sharding of each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: placement(jax.tree_util.keystr(path), leaf), tree
+    )
 
 
 @jax.jit

@@ -10,6 +10,8 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
+from tests.jobs.compiled_programs import find_programs_after, wait_compiled_ahead
+from tests.support.compile_cache import CACHE
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience
 from tests.support.patient_job import PatientJob
@@ -117,3 +119,23 @@ def test_hosts_of_replicas_on_several_hosts_die_anywhere_in_a_step(
         }
         assert "shrink" in changes, "the others keep their world"
         job.finish(more_steps=6)
+
+
+@pytest.mark.full  # a third job, with the programs of all hosts compiled ahead
+def test_after_the_loss_of_a_host_the_others_compile_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the one that is left over, which has nothing of the state then. Its early stopping is the others'."""
+    for name in CACHE:  # what earlier jobs have compiled is not found
+        monkeypatch.delenv(name, raising=False)
+    with MeshJob(tmp_path, TRAINER, "fsdp:2/tensor:2", ["evaluate", "freeze"]) as job:
+        report = job.wait_training(HOSTS)
+        lost = next(replica for replica in list_replicas(report) if report.leader not in replica)[0]
+        stay = [host for replica in list_replicas(report) for host in replica if host != lost]
+        worlds = [f"reductions of 'train' over {HOSTS - 1} hosts", "state in shards on 1 replicas"]
+        wait_compiled_ahead(job.job, stay, worlds, patience(60))
+        job.kill_at(FailPoint.BEFORE_REDUCE, [lost])
+        assert find_programs_after("shrink", job.job.read_events(), stay) == {
+            host: [0, 0, 0] for host in stay
+        }
+        job.finish(more_steps=2)
