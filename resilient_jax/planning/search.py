@@ -156,7 +156,7 @@ def validate_request(request: PlanRequest, constraints: PlanConstraints, top: in
     for axis, size in constraints.axes.items():
         if size < 1:
             raise PlanError(f"axis {axis}: found {size}, expected 1 or more")
-        if misfits := find_violated_rules(program_cost, axis, size):
+        if misfits := find_violated_rules(program_cost.divisibility_rules, axis, size):
             named = ", ".join(f"{divisor.logical_name} = {divisor.dim_size}" for divisor in misfits)
             raise PlanError(
                 f"axis {axis}: found {size}, expected a size that {program_cost.name} allows; it has {named}. "

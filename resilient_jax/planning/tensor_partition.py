@@ -6,7 +6,7 @@ equal parts, so a dim that an axis does not divide is replicated along it.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
@@ -68,7 +68,9 @@ def is_divisible(rule: DivisibilityRule, size: int) -> bool:
     return size <= rule.dim_size if rule.axis is Axis.PIPELINE else rule.dim_size % size == 0
 
 
-def find_violated_rules(program_cost: ProgramCost, axis: Axis, size: int) -> tuple[DivisibilityRule, ...]:
+def find_violated_rules(
+    rules: Sequence[DivisibilityRule], axis: Axis, size: int
+) -> tuple[DivisibilityRule, ...]:
     """Return the rules that forbid an axis of this size: required ones that it violates, or all if it violates all.
 
     A program without a dim for the axis forbids every size but 1, by a rule of size 1. `REPLICA` and `FSDP` are never
@@ -76,7 +78,7 @@ def find_violated_rules(program_cost: ProgramCost, axis: Axis, size: int) -> tup
     """
     if size == 1 or axis in (Axis.REPLICA, Axis.FSDP):
         return ()
-    mine = [rule for rule in program_cost.divisibility_rules if rule.axis is axis]
+    mine = [rule for rule in rules if rule.axis is axis]
     if not mine:
         return (DivisibilityRule(axis=axis, logical_name=_MISSING[axis], dim_size=1, is_required=True),)
     wrong = [rule for rule in mine if not is_divisible(rule, size)]
@@ -96,7 +98,8 @@ def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tupl
     """Return the sizes of an axis that the program allows, in order, 1 among them."""
     if axis in (Axis.REPLICA, Axis.FSDP):
         return tuple(range(1, at_most + 1))
-    sizes = [rule.dim_size for rule in program_cost.divisibility_rules if rule.axis is axis]
+    rules = program_cost.divisibility_rules
+    sizes = [rule.dim_size for rule in rules if rule.axis is axis]
     if axis is Axis.PIPELINE:
         return tuple(range(1, min(at_most, max(sizes, default=1)) + 1))
     candidates = {1, *itertools.chain.from_iterable(map(find_divisors, sizes))}
@@ -104,7 +107,7 @@ def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tupl
         sorted(
             size
             for size in candidates
-            if size <= at_most and not find_violated_rules(program_cost, axis, size)
+            if size <= at_most and not find_violated_rules(rules, axis, size)
         )
     )
 

@@ -35,7 +35,8 @@ def use_trace_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
         raise CallerError(
             f"loss_fn: found a PartitionSpec of an axis that the replica's mesh does not have ({error}), expected "
             f"{', '.join(map(str, abstract.axis_names))}. Use these, or, without a plan, name others: "
-            "rj.Parallelism(replica_shape=rj.ReplicaShape(axes=((name, size), ...)))"
+            "rj.Parallelism(replica_shape=rj.ReplicaShape(axes=((name, size), ...))). Logical names of Linen's "
+            "parameters are given by nn.with_logical_partitioning"
         ) from error
     except NameError as error:
         if "unbound axis name" not in str(error):

@@ -104,6 +104,12 @@ class AccumulationLayout:
         where = NamedSharding(self._local_mesh, P())
         return jax.make_array_from_single_device_arrays(leaf.shape, where, copies)
 
+    def describe(self) -> tuple[Tree, list[Any]]:
+        """Return shapes and dtypes of what all hosts add up, and of shards as they are stacked on each host."""
+        whole = [position for position in range(len(self._zeros)) if position not in set(self._in_shards)]
+        shards = self._select(self.like, self._in_shards) if self.has_shards else []
+        return jax.tree.map(_describe, self._select(self.like, whole)), list(map(_describe, shards))
+
     def to_local(self, result: Tree) -> Tree:
         """Return what a replica on several hosts has computed as this host adds it up.
 
@@ -263,3 +269,7 @@ class AccumulationLayout:
 
 def _run_alone(_: object, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
     return collective_thread.run(program, *arguments)
+
+
+def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

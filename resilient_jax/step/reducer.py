@@ -99,6 +99,7 @@ class Reducer:
         held_ranks: see `locate_replicas`.
         owners: index of the host whose total has it, for each microbatch of the last accumulation.
         lone_microbatch: the one of the last accumulation, see `MicrobatchAccumulator`.
+        summands: what it added up, see `AccumulationLayout.describe`.
         watch: the argument; steps that are made elsewhere use it, too.
         throttle: slows devices down as a chaos campaign orders; None: no campaign can.
     """
@@ -135,6 +136,7 @@ class Reducer:
         self._speeds = HostSpeeds({} if measured_speeds is None else measured_speeds)
         self.owners: tuple[int, ...] = ()
         self.lone_microbatch: Any = None
+        self.summands: tuple[Any, list[Any]] = (), []
 
     @functools.cached_property
     def _live(self) -> LiveHosts:
@@ -258,6 +260,7 @@ class Reducer:
         if audits:
             self._audit(audits, accumulator, spec, assignment, replicas)
         self.owners, self.lone_microbatch = assignment.owners, accumulator.lone_microbatch
+        self.summands = layout.describe()
         self._hooks.hit_failpoint(FailPoint.BEFORE_REDUCE)
         began_s = time.monotonic()
         with worker_activity.task(WorkerTask.SUM):

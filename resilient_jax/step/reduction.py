@@ -236,14 +236,16 @@ def _make_read(formats: tuple[FixedPointFormat | None, ...]) -> Any:  # noqa: AN
 
 
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
-    """Compile, for the persistent cache, what a host alone reads: sums in fixed point, sharded as such a tree."""
-    leaves = zip([leaf.sharding for leaf in jax.tree.leaves(like)], describe_totals(spec, like), strict=True)
+    """Compile, for the persistent cache, what a host alone reads: exact sums, sharded as such a tree."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(like)]
+    leaves = list(zip(shardings, describe_totals(spec, like), strict=True))
     totals = [
         jax.tree.map(lambda part, to=to: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=to), total)
         for to, total in leaves
-        if isinstance(total, FixedPointSum)
+        if is_exact(total)
     ]
-    read_sums.lower(totals, np.zeros(len(totals), np.int32)).compile()
+    num_limits = sum(isinstance(total, FixedPointSum) for _, total in leaves)
+    read_sums.lower(totals, np.zeros(num_limits, np.int32)).compile()
 
 
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function

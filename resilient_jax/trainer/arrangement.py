@@ -35,7 +35,6 @@ from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.planning.unequal_search import make_host_axes_plan, search_host_axes_plan
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes, PlanConstants
-from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import (
     ParameterPlacement,
@@ -48,6 +47,7 @@ from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import MESH_AXES, FitConfig
 from resilient_jax.trainer.loss_function import Mean
+from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.planner import allows_axes_by_host
 from resilient_jax.trainer.stage_axes import StageAxes, fit_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
@@ -101,7 +101,7 @@ class Arranger:
         self._stage_plan: Plan | None = None
         self.why_equal_stages = ""
 
-    def arrange(self, world: World, params: Tree) -> Arrangement:
+    def arrange(self, world: World, variables: Variables) -> Arrangement:
         """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
 
         Raises:
@@ -126,7 +126,7 @@ class Arranger:
             # As the leader decided. With other devices than it knew of they may not fit: then on all hosts alike.
             plan = self.plan_searcher.find_plan_with_axes(world.hosts, axes) or plan
         self._record_plan(world, plan)
-        return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
+        return self.plan_searcher.make_arrangement(plan, world.local_devices, variables)
 
     def _arrange_stages(self, world: World) -> Arrangement:
         counts = set(count_devices_by_host(world.devices))
@@ -395,7 +395,7 @@ class PlanSearcher:
                 )
             self._found[host] = found
 
-    def make_arrangement(self, plan: AnyPlan, devices: list[Device], params: Tree) -> Arrangement:
+    def make_arrangement(self, plan: AnyPlan, devices: list[Device], variables: Variables) -> Arrangement:
         """Return the arrangement that a plan gives a host with these devices."""
         by_devices = _list_axes_by_devices(plan)
         sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
@@ -414,24 +414,26 @@ class PlanSearcher:
             shape = ReplicaShape(per_host="devices", axes_by_devices=named)
         return Arrangement(
             replica_shape=shape,
-            placement=ParameterPlacement(mesh, self._find_specs(sizes, params)),
+            placement=ParameterPlacement(mesh, self._find_specs(sizes, variables)),
             plan=plan,
         )
 
-    def _find_specs(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
+    def _find_specs(self, sizes: dict[Axis, int], variables: Variables) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._specs:
             partitioner = StatePartitioner(self.program_cost.tensors, sizes, self._planner.logical_axis_rules)
-            self._specs[key] = list_parameter_specs(partitioner, params)
+            self._specs[key] = list_parameter_specs(partitioner, variables)
         return self._specs[key]
 
 
-def list_parameter_specs(partitioner: StatePartitioner, params: Tree) -> ParameterSpecs:
-    """Return path, shape and spec of each parameter."""
-    specs = jax.tree.leaves(partitioner.specs(params), is_leaf=lambda node: isinstance(node, P))
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+def list_parameter_specs(partitioner: StatePartitioner, variables: Variables) -> ParameterSpecs:
+    """Return path, shape and spec of each parameter, frozen ones too."""
+    parameters = variables.params, variables.frozen
+    specs = jax.tree.leaves(partitioner.specs(parameters), is_leaf=lambda node: isinstance(node, P))
+    leaves = jax.tree_util.tree_leaves_with_path(parameters)
     return tuple(
-        (jax.tree_util.keystr(path), tuple(leaf.shape), spec)
+        # Of both the path in the model, which the paths of gradients and optimizer state end with.
+        (jax.tree_util.keystr(path[1:]), tuple(leaf.shape), spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     )
 

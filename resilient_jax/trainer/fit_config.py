@@ -11,6 +11,7 @@ from resilient_jax.argument_checks import check_fields, refuse_unknown_options
 from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
+from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.step.assignment import Reduction, ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.early_stopping import EarlyStopping
@@ -54,6 +55,8 @@ class Parallelism:
         axes: for a model that is too large for a host: sizes of "fsdp", "expert" and "tensor", which multiply to the
             devices of one host or several. These are a replica, over whose devices parameters, their gradients and
             optimizer state are sharded by the names of their dims. `replica_shape` and `state` are not given.
+        logical_axis_rules: with `axes`: the logical names of the parameters' dims, where the model's Flax metadata does
+            not name the dims, and the axis of each name.
         pipeline: for a model that is too large for a host: replicas that span hosts, each with some of the layers. The
             state is then on the hosts that need it, and `state` is not given.
 
@@ -66,6 +69,7 @@ class Parallelism:
     balance_by_speed: bool = True
     state: StateSharding | str = StateSharding.REPLICATED
     axes: Mapping[str, int] | None = None
+    logical_axis_rules: LogicalAxisRules | None = None
     pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +79,11 @@ class Parallelism:
                 f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
             )
         is_default = self.replica_shape == ONE_REPLICA_PER_HOST and self.state == StateSharding.REPLICATED
+        if self.axes is None and self.logical_axis_rules is not None:
+            raise CallerError(
+                "parallelism: found logical_axis_rules without axes, expected both. Of a pipeline or a planner give "
+                "them to rj.Pipeline or rj.Planner"
+            )
         if self.axes is not None:
             self._check_axes(self.axes, is_alone=is_default and self.pipeline is None)
         if self.pipeline is not None and not is_default:

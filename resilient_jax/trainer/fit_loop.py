@@ -57,7 +57,6 @@ from resilient_jax.trainer.state_layout import (
 from resilient_jax.trainer.step_report import JsonLog, ReportedEvaluations, StepReport, wants_to_stop
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import (
-    EarlyStoppingState,
     MicrobatchSums,
     State,
     StepSummary,
@@ -184,7 +183,7 @@ class FitLoop:
             require_equal_devices(world, self._arranger.why_equal_stages, is_first=False)
         programs = self._open(world)
         arranger = self._mesh_arranger or self._arranger
-        arrangement = arranger.arrange(world, programs.abstract_state.variables.params)
+        arrangement = arranger.arrange(world, programs.abstract_state.variables)
         check_microbatch_size(world, self._config, arrangement.replica_shape)
         layout = self._make_layout(world, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
@@ -358,11 +357,8 @@ class FitLoop:
         is_reported = layout.world.is_repetition or self._reported.was_reported(layout.world, step)
         metrics = self.evaluate(generation, state)
         if config.early_stopping is not None:
-            assert isinstance(state.early_stopping, EarlyStoppingState), (
-                "it is made together with early_stopping"
-            )
             early_stopping, is_over, reason = config.early_stopping.update(
-                jax.device_get(state.early_stopping), metrics
+                layout.read_early_stopping(state), metrics
             )
             state = state._replace(
                 early_stopping=layout.shard(jax.device_put(early_stopping, layout.local_sharding))

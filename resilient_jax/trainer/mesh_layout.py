@@ -8,26 +8,40 @@ Hosts that are too few for one more replica take part in what all hosts agree on
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.compile.ahead_of_time import CompilationJob
+from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
+from resilient_jax.errors import CallerError
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.jax_runtime.collective_thread import collective_thread
+from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.sharding.placements import make_zero
+from resilient_jax.sharding.placements import Placement, make_zero
 from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.step import resharding
+from resilient_jax.step.assignment import ReplicaShape, locate_replicas
+from resilient_jax.step.host_grid import LiveHosts
+from resilient_jax.step.likely_worlds import list_likely_worlds
+from resilient_jax.step.replicas import make_replica_mesh
 from resilient_jax.step.resharding import replicate_over
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
 from resilient_jax.trainer.state_layout import InShards, MeshShape
 from resilient_jax.trainer.train_step import TrainStep
-from resilient_jax.trainer.training_state import MicrobatchSums, StepSummary, TrainingState
+from resilient_jax.trainer.training_state import (
+    EarlyStoppingState,
+    MicrobatchSums,
+    StepSummary,
+    TrainingState,
+)
 from resilient_jax.worker.world import World
 
 Tree = TypeVar("Tree")
@@ -41,13 +55,14 @@ class MeshLayout(InShards):
         assert isinstance(self._placement.mesh, Mesh), "a generation's placement has devices"
         self._mesh = self._placement.mesh
         self._is_left_over = not self._mesh.local_devices
+        self._exchange = CollectiveExchange.between_hosts(world)
 
     @functools.cached_property
-    def _whole(self) -> Sharding:
-        """Where this host has what it has whole."""
-        if self._is_left_over:
-            return SingleDeviceSharding(self.world.local_devices[0])
-        return NamedSharding(Mesh(np.array(self._mesh.local_devices), ("local",)), P())
+    def local_sharding(self) -> NamedSharding:
+        """The sharding that replicates an array on this host's devices of the mesh; of one left over on as many."""
+        width = self._mesh.devices[0].size // self.arrangement.replica_shape.hosts
+        devices = self._mesh.local_devices or self.world.local_devices[:width]
+        return NamedSharding(Mesh(np.array(devices), ("local",)), P())
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
@@ -57,18 +72,10 @@ class MeshLayout(InShards):
 
     def _init_in_shards(self, init: Callable[[], TrainingState]) -> TrainingState:
         abstract = jax.eval_shape(init)
-        where = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._placement(jax.tree_util.keystr(path), leaf), abstract
-        )
+        where = _place(abstract, self._placement)
         if not self._is_left_over:
             return collective_thread.run(jax.jit(init, out_shardings=where))
-        return jax.tree.map(
-            lambda leaf, sharding: jax.make_array_from_single_device_arrays(
-                leaf.shape, sharding, [], dtype=leaf.dtype
-            ),
-            abstract,
-            where,
-        )
+        return jax.tree.map(_have_nothing, abstract, where)
 
     def ravel(self, state: TrainingState) -> TrainingState:
         """Return the state: no leaf is kept raveled."""
@@ -86,6 +93,16 @@ class MeshLayout(InShards):
         """Return how many steps of a state are committed."""
         return self.world.step_services.committed_step if self._is_left_over else int(state.step)
 
+    def read_early_stopping(self, state: TrainingState) -> EarlyStoppingState:
+        """Return the state of early stopping, which hosts that are left over get from the first one that has it."""
+        own = (0.0, 0)
+        if not self._is_left_over:
+            best, count = super().read_early_stopping(state)
+            own = float(best), int(count)
+        first = self.world.hosts.index(self.world.host_of_device(self._mesh.devices.flat[0]))
+        ((best, count),) = self._exchange.gather(own, speakers=[first])
+        return EarlyStoppingState(np.array(best, np.float32), np.array(count, np.int32))
+
     def read_learning_rate(self, state: TrainingState) -> dict[str, float]:
         """Return the metric `learning_rate`; none where this host has nothing of the state."""
         return {} if self._is_left_over else super().read_learning_rate(state)
@@ -95,20 +112,21 @@ class MeshLayout(InShards):
 
         def make(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:  # noqa: ANN401 - keys of a tree
             sharding = self._placement(jax.tree_util.keystr(path), leaf)
-            return make_zero(leaf, self._whole if sharding.is_fully_replicated else sharding)
+            return make_zero(leaf, self.local_sharding if sharding.is_fully_replicated else sharding)
 
         return jax.tree_util.tree_map_with_path(make, abstract)
 
     def summarize(self, programs: TrainStep, sums: MicrobatchSums) -> tuple[StepSummary, dict[str, Any]]:
         """Return the summary and the metrics, the same on all hosts: the norm is of squares that all add up."""
-        squares = self.world.all_reduce(self._add_squares(sums.gradients))
-        norm = np.sqrt(np.asarray(squares))
+        # By the exchange, whose programs are compiled ahead for other numbers of hosts.
+        squares = math.fsum(self._exchange.gather(self._add_squares(sums.gradients)))
+        norm = np.float32(math.sqrt(squares))
         summary, metrics = programs.summarize(sums._replace(gradients=(norm,)))
         # On no device: the update, on all devices of the mesh, takes numbers as they are.
         return jax.tree.map(np.asarray, summary), metrics
 
-    def _add_squares(self, gradients: Any) -> np.ndarray:  # noqa: ANN401 - a tree
-        """Return float32[], the squares that this host is to add up: each element of the first replica once."""
+    def _add_squares(self, gradients: Any) -> float:  # noqa: ANN401 - a tree
+        """Return the sum of the squares that this host is to add up: each element of the first replica once."""
         by_device: dict[Device, list[jax.Array]] = {}
         first = list(self._mesh.devices[0].flat)
         for leaf in jax.tree.leaves(gradients):
@@ -122,16 +140,14 @@ class MeshLayout(InShards):
                 if shard.device in counted:
                     by_device.setdefault(shard.device, []).append(shard.data)
         found = [_sum_squares(arrays) for arrays in by_device.values()]
-        return np.asarray(sum(float(squares) for squares in found), np.float32)
+        return math.fsum(float(squares) for squares in found)
 
     def shard(self, tree: Tree) -> Tree:
         """Return leaves on the mesh, and those that every host has replicated over it."""
-        if self._is_left_over:
-            return tree
         everywhere = NamedSharding(self._mesh, P())
+        place = _have_nothing if self._is_left_over else replicate_over
         return jax.tree.map(
-            lambda leaf: replicate_over(leaf, everywhere) if leaf.sharding.is_fully_replicated else leaf,
-            tree,
+            lambda leaf: place(leaf, everywhere) if leaf.sharding.is_fully_replicated else leaf, tree
         )
 
     def shard_sums(self, sums: tuple[Any, Any], summary: StepSummary) -> tuple[tuple[Any, Any], StepSummary]:
@@ -145,10 +161,67 @@ class MeshLayout(InShards):
         return state if self._is_left_over else super().update(programs, state, sums, summary)
 
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
-        """Yield nothing: what a replica runs stays the same, and sums in shards are not compiled ahead."""
-        yield from ()
+        """Yield a job for each likely number of replicas: what makes a state and updates it.
+
+        What a replica runs stays the same.
+        """
+        world, shape = self.world, self.arrangement.replica_shape
+        if not is_portable_cache_on(world.local_devices[0]):
+            return
+        known.add(self._mesh.axis_sizes)  # compiled by the first step
+        for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
+            live = LiveHosts.from_devices(devices, world.host_index)
+            # Here, and not on the thread that compiles: the members may change while it does.
+            mesh = _make_likely_mesh(live, shape)
+            if mesh is not None and mesh.axis_sizes not in known:
+                yield CompilationJob(
+                    f"state in shards on {mesh.devices.shape[0]} replicas",
+                    functools.partial(self._compile, programs, known, mesh),
+                )
+
+    def _compile(
+        self, programs: TrainStep, known: set[MeshShape], mesh: Mesh, check: CancellationCheck
+    ) -> bool:
+        placement, sums = self._placement.with_mesh(mesh), programs.abstract_sums
+        state, cut = resharding.abstract_shards(
+            (programs.abstract_state, (sums.gradients, sums.collections)), placement
+        )
+        check()
+        jax.jit(programs.init, out_shardings=_place(programs.abstract_state, placement)).lower().compile()
+        check()
+        programs.update.lower(
+            state, cut, programs.abstract_summary, placement=placement.with_abstract_mesh()
+        ).compile()
+        known.add(mesh.axis_sizes)
+        return True
+
+
+def _make_likely_mesh(live: LiveHosts, shape: ReplicaShape) -> Mesh | None:
+    """Return the mesh of all replicas of hosts, with this one in a replica; None: too few hosts for one."""
+    by_host = list(live.devices_by_host)
+    try:
+        locations = locate_replicas(range(len(by_host)), shape, [len(devices) for devices in by_host])
+    except CallerError:
+        return None
+    if all(live.host_index not in location.host_indexes for location in locations):
+        # Left over among these, it is in a replica of others that are as many.
+        place = locations[0].host_indexes[0]
+        by_host[place], by_host[live.host_index] = by_host[live.host_index], by_host[place]
+    return make_replica_mesh(locations, by_host, shape)
+
+
+def _place(tree: Tree, placement: Placement) -> Tree:
+    """Return the sharding of each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: placement(jax.tree_util.keystr(path), leaf), tree
+    )
 
 
 @jax.jit
 def _sum_squares(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.float32))) for array in arrays]).sum()
+
+
+def _have_nothing(leaf: Any, sharding: NamedSharding) -> jax.Array:  # noqa: ANN401 - an array or its shape
+    """Return an array of which other hosts have the shards."""
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [], dtype=leaf.dtype)

@@ -54,6 +54,11 @@ class Variables(NamedTuple):
     collections: dict[str, Tree]
 
     @property
+    def frozen(self) -> Tree:
+        """The parameters that are not trained; {} without."""
+        return self.collections.get(PARAMS, self.collections.get(NNX_PARAMS, {}))
+
+    @property
     def batch_stats(self) -> Tree:
         """Statistics over the examples of a batch, as of batch normalization; {} without."""
         return self.collections.get(BATCH_STATS, self.collections.get(NNX_BATCH_STATS, {}))

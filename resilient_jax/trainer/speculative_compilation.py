@@ -140,7 +140,7 @@ class SpeculativeCompiler:
     def _make_forecast(self, world: World, current: Arrangement, known: set[Key]) -> PlanForecast | None:
         if current.plan is None:
             return None
-        devices, params = world.local_devices, self._programs.abstract_state.variables.params
+        devices, variables = world.local_devices, self._programs.abstract_state.variables
         return PlanForecast(
             self._planner,
             world,
@@ -148,7 +148,7 @@ class SpeculativeCompiler:
             # After the loss of this host there may be none with as many devices.
             lambda plan: (
                 has_axes_for(plan, len(devices))
-                and _make_key(self._planner.make_arrangement(plan, devices, params)) in known
+                and _make_key(self._planner.make_arrangement(plan, devices, variables)) in known
             ),
         )
 
@@ -182,8 +182,8 @@ class SpeculativeCompiler:
             > MAX_COMPILE_S
         ):
             return
-        devices, params = world.local_devices, self._programs.abstract_state.variables.params
-        then = self._planner.make_arrangement(kept, devices, params)
+        devices, variables = world.local_devices, self._programs.abstract_state.variables
+        then = self._planner.make_arrangement(kept, devices, variables)
         if _make_key(then) != _make_key(best):
             compile_step(self._programs, then, devices, self._example, self._job, lambda: None)
 
@@ -233,7 +233,7 @@ class SpeculativeCompiler:
             plan = self._planner.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
             return False
-        then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)
+        then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables)
         has_compiled = False
         if _make_key(then) not in known:
             compile_step(self._programs, then, devices, self._example, self._job, check)

@@ -40,6 +40,7 @@ from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.train_step import RaveledLeaves, TrainStep, make_zeros
 from resilient_jax.trainer.training_state import (
+    EarlyStoppingState,
     MicrobatchSums,
     State,
     StepSummary,
@@ -85,18 +86,6 @@ class StateLayout(abc.ABC):
     def local_sharding(self) -> NamedSharding:
         """The sharding that replicates an array on this host's devices."""
         return NamedSharding(self.arrangement.placement.mesh, P())
-
-    @functools.cached_property
-    def compute_sharding(self) -> NamedSharding:
-        """The sharding that replicates an array on all devices of this host that compute microbatches.
-
-        More than those of `local_sharding` where other hosts have fewer devices.
-        """
-        mesh, devices = self.arrangement.placement.mesh, self.world.local_devices
-        # The replicas of a plan have shards, and each replica its own.
-        if mesh.size == len(devices) or self.arrangement.has_shards:
-            return self.local_sharding
-        return NamedSharding(make_mesh(devices, DATA_AXIS, f"host {self.world.host}"), P())
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
@@ -162,6 +151,11 @@ class StateLayout(abc.ABC):
         """Return how many steps of a state are committed."""
         return int(state.step)
 
+    def read_early_stopping(self, state: State) -> EarlyStoppingState:
+        """Return the state of early stopping, in host memory. Every host must call this."""
+        assert isinstance(state.early_stopping, EarlyStoppingState), "it is made together with early_stopping"
+        return jax.device_get(state.early_stopping)
+
     def read_learning_rate(self, state: State) -> dict[str, float]:
         """Return the metric `learning_rate`; see `training_state.read_learning_rate`."""
         return read_learning_rate(state.opt_state)
@@ -210,6 +204,7 @@ class ReplicatedLayout(StateLayout):
     def __init__(self, world: World, arrangement: Arrangement) -> None:
         super().__init__(world, arrangement.placement, arrangement)
         self._placement = arrangement.placement
+        self._compute_sharding = _find_compute_sharding(self)
 
     def ravel(self, state: TrainingState) -> TrainingState:
         """Return the state: no leaf is kept raveled."""
@@ -217,7 +212,7 @@ class ReplicatedLayout(StateLayout):
 
     def gather(self, tree: Tree) -> Tree:
         """Return the leaves, which are replicated; copied to devices that only compute."""
-        where = self.compute_sharding
+        where = self._compute_sharding
         if where is self.local_sharding:
             return tree
         return jax.tree.map(lambda leaf: resharding.replicate_over(leaf, where), tree)
@@ -278,6 +273,7 @@ class ShardedLayout(InShards):
         placement = fully_sharded(HostGrid(world.devices, world.host_index).mesh)
         super().__init__(world, placement, arrangement)
         self._raveled = raveled
+        self._compute_sharding = _find_compute_sharding(self)
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[ShardingRule], TrainingState | None]
@@ -293,7 +289,7 @@ class ShardedLayout(InShards):
 
     def gather(self, tree: Tree) -> Tree:
         """Return the leaves, gathered from all hosts."""
-        return resharding.replicate_tree(tree, self.compute_sharding)
+        return resharding.replicate_tree(tree, self._compute_sharding)
 
     def shard(self, tree: Tree) -> Tree:
         """Return the leaves as each device's shards."""
@@ -344,6 +340,18 @@ class ShardedLayout(InShards):
         programs.update.lower(state, *cut, placement=placement.with_abstract_mesh()).compile()
         known.add(grid.mesh.axis_sizes)
         return True
+
+
+def _find_compute_sharding(layout: StateLayout) -> NamedSharding:
+    """Return the sharding that replicates an array on all devices of this host that compute microbatches.
+
+    More than those of `local_sharding` where other hosts have fewer devices.
+    """
+    mesh, world = layout.arrangement.placement.mesh, layout.world
+    # The replicas of a plan have shards, and each replica its own.
+    if mesh.size == len(world.local_devices) or layout.arrangement.has_shards:
+        return layout.local_sharding
+    return NamedSharding(make_mesh(world.local_devices, DATA_AXIS, f"host {world.host}"), P())
 
 
 def make_state_layout(

@@ -139,7 +139,7 @@ class Trainer:
         log_directory = check_log_directory(log_directory)
         num_microbatches = _count_microbatches(batch_size, microbatch_size)
         _check_seed(seed)
-        _check_planner(planner, parallelism, wrt, early_stopping)
+        _check_planner(planner, parallelism, wrt)
         _check_evaluation(evaluation, early_stopping, numerics)
         sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
         self._config = FitConfig(
@@ -254,19 +254,6 @@ class Trainer:
             loop.close()
 
 
-def _check_axes(
-    parallelism: Parallelism, planner: Planner | None, early_stopping: EarlyStopping | None
-) -> None:
-    """Refuse what replicas over given axes do not have."""
-    if parallelism.axes is None:
-        return
-    for name, given in (("planner", planner), ("early_stopping", early_stopping)):
-        if given is not None:
-            raise CallerError(
-                f"{name}: found it with parallelism axes={dict(parallelism.axes)}, expected one of the two"
-            )
-
-
 def _name_axes(planner: Planner | None, parallelism: Parallelism) -> tuple[str, ...]:
     """Return the axes of the mesh of a replica, in every generation."""
     if parallelism.pipeline is not None:
@@ -308,13 +295,16 @@ def _check_planner(
     planner: Planner | None,
     parallelism: Parallelism,
     wrt: Any,  # noqa: ANN401 - a filter
-    early_stopping: EarlyStopping | None,
 ) -> None:
-    _check_axes(parallelism, planner, early_stopping)
-    if (planner is not None or parallelism.axes is not None) and wrt is not nnx.Param:
+    if planner is not None and parallelism.axes is not None:
         raise CallerError(
-            "wrt: found a filter of parameters together with planner or axes, expected one of them: these are for "
-            "models that are trained as a whole. Leave the other out, or freeze parameters in the optimizer: "
+            f"planner: found it with parallelism axes={dict(parallelism.axes)}, expected one of the two: the planner "
+            "chooses the axes"
+        )
+    if planner is not None and wrt is not nnx.Param:
+        raise CallerError(
+            "wrt: found a filter of parameters together with planner, expected one of them: planning is for models "
+            "that are trained as a whole. Leave the other out, or freeze parameters in the optimizer: "
             "optax.multi_transform with optax.set_to_zero"
         )
     pipeline = parallelism.pipeline

@@ -17,7 +17,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.jax_runtime.live_processes import list_spare_devices
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.replay import ReplayOrder
-from resilient_jax.state.flat_state import ShardingRule, is_in_shards
+from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import (
     AccumulationOptions,
@@ -366,15 +366,16 @@ class World:
             data=None if data is None else open_batches(data),
             replica_shape=options.replica_shape,
         )
+        whole, shards = self._reducer.summands
         call = AccumulationCall(
             devices=self.devices,
             spare_devices=self.spare_devices,
             process_index=ProcessIndex(self.host_index),
             spec=spec,
             replica_shape=options.replica_shape,
-            like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
+            like=whole,
             lone_microbatch=self._reducer.lone_microbatch,
-            has_shards=any(map(is_in_shards, jax.tree.leaves(zeros))),
+            shards=shards,
         )
         if (new_shares := self._reducer.take_new_shares()) and self.host == self.hosts[0]:
             self.record_event(

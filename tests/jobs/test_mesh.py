@@ -10,6 +10,8 @@ from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
+from tests.jobs.compiled_programs import find_programs_after, wait_compiled_ahead
+from tests.support.compile_cache import CACHE
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
 from tests.support.patient_job import PatientJob
@@ -96,7 +98,8 @@ def list_replicas(report: JobReport) -> list[list[HostName]]:
     ("script", "axes", "words"),
     [
         pytest.param(LOOP, "fsdp:4", ["snapshots"], id="loop"),
-        pytest.param(TRAINER, "fsdp:2/tensor:2", ["evaluate", "save"], id="trainer"),
+        pytest.param(TRAINER, "fsdp:2/tensor:2", ["evaluate", "save", "freeze"], id="trainer"),
+        pytest.param(TRAINER, "fsdp:2/expert:2", ["experts"], marks=pytest.mark.full, id="trainer, experts"),
         pytest.param(LOOP, "fsdp:2/tensor:2", ["general"], marks=pytest.mark.full, id="loop, general sums"),
         pytest.param(LOOP, "fsdp:1/tensor:4", [], marks=pytest.mark.full, id="loop, tensor"),
         pytest.param(TRAINER, "fsdp:4", [], marks=pytest.mark.full, id="trainer, fsdp"),
@@ -164,3 +167,23 @@ def test_a_host_that_was_stopped_before_the_update_finishes_the_step_that_others
         assert repeated == [(behind, step)]
         assert all(event.kind is not EventKind.SNAPSHOT_RESTORED for event in events)
         job.finish(more_steps=4)
+
+
+@pytest.mark.full  # a third job, with the programs of all hosts compiled ahead
+def test_after_the_loss_of_a_host_the_others_compile_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the one that is left over, which has nothing of the state then. Its early stopping is the others'."""
+    for name in CACHE:  # what earlier jobs have compiled is not found
+        monkeypatch.delenv(name, raising=False)
+    with MeshJob(tmp_path, TRAINER, "fsdp:2/tensor:2", ["evaluate", "freeze"]) as job:
+        report = job.wait_training(HOSTS)
+        lost = next(replica for replica in list_replicas(report) if report.leader not in replica)[0]
+        stay = [host for replica in list_replicas(report) for host in replica if host != lost]
+        worlds = [f"reductions of 'train' over {HOSTS - 1} hosts", "state in shards on 1 replicas"]
+        wait_compiled_ahead(job.job, stay, worlds, patience(60))
+        job.kill_at(FailPoint.BEFORE_REDUCE, [lost])
+        assert find_programs_after("shrink", job.job.read_events(), stay) == {
+            host: [0, 0, 0] for host in stay
+        }
+        job.finish(more_steps=2)

@@ -2,7 +2,8 @@
 
 The harness writes `stop` to DIR: the step at which training ends, written well ahead. After every step each process
 appends a line to `steps-<host index>-<pid>.jsonl`: the step, digests of the boxes of the state that are here, and their
-bytes. With the word `evaluate` there are evaluations, with `save` checkpoints.
+bytes. With the word `evaluate` there are evaluations and early stopping, which never stops, with `save` checkpoints;
+with `freeze` the second layer is frozen, with `experts` the model is a mixture of experts.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from experts import Experts, compute_experts_loss  # pyright: ignore[reportMissingImports] - beside this script
 from flax import nnx
 
 import resilient_jax as rj
@@ -28,7 +30,7 @@ AXES = {
 NEVER = 10**6
 PACE_S = float(OPTIONS.get("pace", 0.1))
 """Pause per step: all hosts of a test share two cores."""
-WIDTH = 64
+WIDTH, EXPERTS = 64, 4
 
 
 def make_linear(first: str, second: str, rngs: nnx.Rngs) -> nnx.Linear:
@@ -89,9 +91,10 @@ def log(report: rj.StepReport) -> bool:
 
 if __name__ == "__main__":
     trainer = rj.Trainer(
-        model=Net,
+        model=(lambda rngs: Experts(WIDTH, WIDTH, EXPERTS, rngs)) if "experts" in sys.argv else Net,
         optimizer=optax.adamw(0.01),
-        loss_fn=loss,
+        wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains("down"))) if "freeze" in sys.argv else nnx.Param,
+        loss_fn=compute_experts_loss if "experts" in sys.argv else loss,
         data=read,
         batch_size=48,
         microbatch_size=8,
@@ -100,6 +103,7 @@ if __name__ == "__main__":
         evaluation=rj.Evaluation(data=read, interval_steps=3, num_microbatches=4)
         if "evaluate" in sys.argv
         else None,
+        early_stopping=rj.EarlyStopping(patience=NEVER) if "evaluate" in sys.argv else None,
         checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", interval_steps=4)
         if "save" in sys.argv
         else None,
