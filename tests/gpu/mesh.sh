@@ -6,8 +6,8 @@
 #   STORE=first:7070 WORK=/shared/mesh tests/gpu/mesh.sh second    on the other one, at the same time
 #
 # A job has hosts that share the GPUs equally. Two of them are a replica, with the state in shards on their GPUs: two
-# replicas of four hosts, or one of two hosts (fewer than four GPUs on one machine). Between two machines WORK is a folder
-# that both see. Variables: PLATFORM=cpu tries the script itself; PYTHON, the interpreter of the environment (python).
+# replicas of four hosts, or one of two hosts (fewer than four GPUs on one machine). Between two machines WORK is a
+# folder that both see. Variables: PLATFORM=cpu tries the script itself; PYTHON, the interpreter of the environment (python).
 set -u
 ROLE=${1:-alone}
 PLATFORM=${PLATFORM:-gpu}
