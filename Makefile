@@ -18,7 +18,7 @@ demo: $(VENV)/.installed ## train on 4 hosts, kill a worker and the leader's hos
 	$(BIN)/resilient-jax demo
 
 # One after the other, about an hour and a half on two idle cores: `make bench BENCHMARKS=erasure` runs one of them.
-BENCHMARKS ?= stall step erasure snapshot plan decide resilience control hybrid detect
+BENCHMARKS ?= stall step erasure snapshot plan decide resilience control hybrid mesh detect
 bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a line of JSON
 	for name in $(BENCHMARKS); do $(BIN)/python tests/benchmarks $$name || exit 1; done
 

@@ -65,6 +65,8 @@ def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
         }
     if settings.pipeline.stages is not None:
         return {"parallelism": rj.Parallelism(pipeline=rj.Pipeline(num_stages=settings.pipeline.stages))}
+    if settings.mesh.fsdp is not None:
+        return {"parallelism": rj.Parallelism(axes={"fsdp": settings.mesh.fsdp})}
     # The model is small: each device is a replica, without communication inside a microbatch.
     replicas = rj.ReplicaShape(per_host="devices")
     return {"parallelism": rj.Parallelism(replica_shape=replicas, state=settings.state.parallelism)}

@@ -51,6 +51,13 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Hosts of a replica; without a number each host has the whole model."""
 
 
+class MeshSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the state is in shards on the devices of each replica, which may span hosts."""
+
+    fsdp: Annotated[int, Meta(ge=1, le=4_096)] | None = None
+    """Devices of a replica; without a number each device is one, with the whole model."""
+
+
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether, and for which topology, the trainer searches a plan."""
 
@@ -76,4 +83,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer: OptimizerSettings
     state: StateSettings = StateSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    mesh: MeshSettings = MeshSettings()
     plan: PlanSettings = PlanSettings()

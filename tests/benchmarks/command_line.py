@@ -11,6 +11,7 @@ from tests.benchmarks.detect.command import detect
 from tests.benchmarks.erasure.command import erasure
 from tests.benchmarks.gpu.command import gpu
 from tests.benchmarks.hybrid.command import hybrid
+from tests.benchmarks.mesh.command import mesh
 from tests.benchmarks.plan.command import plan
 from tests.benchmarks.resilience.command import resilience
 from tests.benchmarks.snapshot.command import snapshot
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure. Each benchmark prints tables, and one line of JSON last.",
 )
-for command in (stall, step, erasure, snapshot, plan, decide, resilience, control, hybrid, detect, gpu):
+for command in (stall, step, erasure, snapshot, plan, decide, resilience, control, hybrid, mesh, detect, gpu):
     app.command(command.__name__)(command)
 
 

@@ -202,10 +202,17 @@ class StageKill:
         return f"{self.victim}{service}, {self.change}, {self.stall_s:.2f} s"
 
 
-def kill_stage(job: LocalJob, victim: HostName, *, ends_service: bool) -> StageKill:
-    """Kill a worker before it computes an input gradient, when all hosts train, and wait until the step is done."""
-    step = newest_step(wait_healthy(job)) + AHEAD_STEPS
-    job.hold(FailPoint.BEFORE_INPUT_GRADIENT, [victim], step)
+def kill_stage(
+    job: LocalJob,
+    victim: HostName,
+    *,
+    ends_service: bool = False,
+    place: FailPoint = FailPoint.BEFORE_INPUT_GRADIENT,
+    ahead: int = AHEAD_STEPS,
+) -> StageKill:
+    """Kill a worker at a place of a step some steps ahead, when all hosts train, and wait until the step is done."""
+    step = newest_step(wait_healthy(job)) + ahead
+    job.hold(place, [victim], step)
     job.wait_held([victim], REPORT_TIMEOUT_S)
     fault_s = job.kill(JobComponent.WORKER, victim)
     if ends_service:

@@ -17,6 +17,7 @@ BENCHMARKS = (
     "resilience",
     "control",
     "hybrid",
+    "mesh",
     "detect",
     "decide",
 )

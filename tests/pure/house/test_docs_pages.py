@@ -146,6 +146,8 @@ def test_each_picture_is_drawn_from_its_source() -> None:
 def test_the_numbers_in_a_picture_are_items_of_its_page(picture: Path) -> None:
     """A reader finds what a box means under its number."""
     numbers = set(re.findall(r'label="\s*(\d+)[a-z]? ', picture.read_text()))
+    if not numbers:
+        return  # no walk
     assert numbers == set(re.findall(r"^(\d+)\. ", picture.with_suffix(".md").read_text(), re.MULTILINE))
 
 

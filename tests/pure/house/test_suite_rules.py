@@ -205,6 +205,7 @@ def test_every_test_is_in_a_tier() -> None:
         "fuzz",
         "chaos",
         "conformance",
+        "gpu",
     }
 
 
