@@ -104,11 +104,7 @@ def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tupl
         return tuple(range(1, min(at_most, max(sizes, default=1)) + 1))
     candidates = {1, *itertools.chain.from_iterable(map(find_divisors, sizes))}
     return tuple(
-        sorted(
-            size
-            for size in candidates
-            if size <= at_most and not find_violated_rules(rules, axis, size)
-        )
+        sorted(size for size in candidates if size <= at_most and not find_violated_rules(rules, axis, size))
     )
 
 

@@ -17,7 +17,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.jax_runtime.live_processes import list_spare_devices
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.replay import ReplayOrder
-from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.state.flat_state import ShardingRule, is_in_shards
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import (
     AccumulationOptions,

@@ -100,7 +100,9 @@ def list_axes(profile: rj.planning.ProgramCost, global_batch: int) -> Iterator[M
         axes = dict(zip(names, chosen, strict=True))
         if axes[Axis.REPLICA] * axes[Axis.FSDP] * axes[Axis.TENSOR] * axes[Axis.SEQUENCE] != DEVICES:
             continue
-        fits = not any(find_violated_rules(profile.divisibility_rules, axis, size) for axis, size in axes.items())
+        fits = not any(
+            find_violated_rules(profile.divisibility_rules, axis, size) for axis, size in axes.items()
+        )
         if fits and global_batch % (axes[Axis.REPLICA] * axes[Axis.FSDP]) == 0:
             yield dict.fromkeys(Axis, 1) | axes
 

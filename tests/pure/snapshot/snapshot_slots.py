@@ -17,6 +17,7 @@ from resilient_jax.snapshot.messages import (
     ParityPiece,
     ServerNotification,
 )
+from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.slot_contents import cut_blocks
 from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.snapshot.stripes import MIN_BLOCK_BYTES, cut_grid
@@ -75,8 +76,8 @@ def make_piece(id, chunk, offset=0, *, stripe=0, row=0):
 
 
 @dataclass
-class RecordingListener:
-    """A `Notifier` that keeps all calls."""
+class RecordingListener(Notifier):
+    """Keeps all calls, and sends nothing."""
 
     events: list[EventKind] = field(default_factory=list)
     notices: list[ServerNotification] = field(default_factory=list)
