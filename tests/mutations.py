@@ -225,8 +225,8 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/world_formation.py",
-        "is_one_state = bool(steps) and max(steps.values()) - min(steps.values()) <= 1",
-        "is_one_state = bool(steps)",
+        "or len(kinds) > 1 or max(steps) - min(steps) > (UnitKind.HOSTS not in kinds)",
+        "or len(kinds) > 1",
         "parts of different states are taken for one",
     ),
     Mutation(

@@ -72,7 +72,7 @@ class HeldShards:
         assert self.state is not None, "shards are on devices, or were copied"
         return StateOffer.of_state(host, generation, self.state)
 
-    def leave_devices(self, host: HostName, generation: GenerationNumber) -> Self:
+    def move_to_host(self, host: HostName, generation: GenerationNumber) -> Self:
         """Return the same shards in host memory alone."""
         return dataclasses.replace(self, state=None, offer=self.copy(host, generation))
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from resilient_jax.compile.program_exchange import PROGRAM_SERVICE, ProgramDirectory
 from resilient_jax.errors import CallerError, PeerError, PeerUnreachable
+from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.protocol.snapshots import SnapshotId
@@ -404,6 +405,11 @@ class StateExchange:
             number=self.number,
             offer_timeout_s=self.offer_timeout_s,
         )
+
+
+def record_failed_source(record_event: Callable[..., object], source: HostName, error: PeerError) -> None:
+    """Record that a worker from which a state was read has failed."""
+    record_event(EventKind.STATE_SOURCE_FAILED, source=source, error=str(error))
 
 
 def _is_whole(part: HeldPart) -> bool:

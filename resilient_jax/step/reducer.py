@@ -159,9 +159,6 @@ class Reducer:
         """Return the mesh of all replicas; see `make_replica_mesh`."""
         return make_replica_mesh(self.locate_replicas(shape), self._live.devices_by_host, shape)
 
-    def _prepare_links(self, rounds: Sequence[Pairs]) -> LinkMeasurement:
-        return LinkMeasurement(self._live.grid, rounds, self._hooks.raise_if_ended)
-
     def take_new_shares(self) -> tuple[tuple[int, float], ...]:
         """Return `HostSpeeds.new_shares`, once: a sum that is made again knows no news."""
         new_shares, self._speeds.new_shares = self._speeds.new_shares, ()
@@ -244,7 +241,11 @@ class Reducer:
         digest_read = choose_digest_function(compute_fn, data, typical_replica, spec.num_microbatches)
         claims = self._exchange_claims(contributions, layout, digest_read)
         if self.watch is not None:
-            self.watch.look(spec, claims.watched, self.exchange, self._prepare_links)
+
+            def prepare_links(rounds: Sequence[Pairs]) -> LinkMeasurement:
+                return LinkMeasurement(self._live.grid, rounds, self._hooks.raise_if_ended)
+
+            self.watch.look(spec, claims.watched, self.exchange, prepare_links)
         self._resume_limits(contributions, layout, claims)
         speeds = self._speeds.choose(spec, claims.seconds, locations)
         assignment = assign_microbatches(locations, claims.microbatches > 0, speeds)

@@ -1,5 +1,8 @@
 """The committed state and the sums of the step in flight: what a worker keeps from one generation to the next."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
@@ -85,10 +88,10 @@ class CommittedState:
         """Whether this host has all of the committed state in its own memory."""
         return self.state is not None and self.state.is_complete
 
-    @property
-    def needs_results(self) -> bool:
-        """Whether what all hosts find in a step may be needed again: they have shards, on replicas."""
-        return self._part_of_state is not None and self._part_of_state.kind is UnitKind.RANKS
+    def keep_result(self, name: str, arrays: Sequence[Any]) -> None:
+        """Keep what a call gave all hosts, if hosts may need it to finish the step: they have shards, on replicas."""
+        if self._part_of_state is not None and self._part_of_state.kind is UnitKind.RANKS:
+            self.results.add(name, arrays)
 
     @property
     def part(self) -> StatePart | None:

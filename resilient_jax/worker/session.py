@@ -26,6 +26,7 @@ from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE, StepCommit
 from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import FlatState, ShardingRule, flatten_state, make_abstract_state
+from resilient_jax.state.interfaces import FailPointHook
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
 from resilient_jax.state.state_digest import digest_state, make_no_state_digest
@@ -228,11 +229,6 @@ class Session:
         for observer in self._observers:
             observer.on_reduce(call, owners, total)
 
-    def keep_result(self, name: str, arrays: Sequence[Any]) -> None:
-        """Keep what a call gave all hosts, as long as a host may need it to finish the step; see `step_results`."""
-        if self.repeated is None and self.committed.needs_results and not self.is_rehearsal:
-            self.committed.results.add(name, arrays)
-
     def digest_state(self) -> np.ndarray:
         """Return the digests of the state that this step begins with, as `state_digest` does."""
         state = self._restored or self.committed.state
@@ -311,7 +307,11 @@ class Session:
         if self.committed.snapshot_plan is not None:
             return self._restore_snapshot(self.committed.snapshot_plan, abstract, sharding)
         if self.committed.parts_step is not None and self._shard_restore is not None:
-            return self._restore_shards(self._shard_restore, abstract, sharding, exchange)
+            restored = self._shard_restore.restore(
+                abstract, self.committed.shards, sharding, exchange, _make_hook(self)
+            )
+            self.resume_from(flatten_state(self.committed.step, restored))
+            return restored
         if self._has_placeholders:
             return place_placeholder_state(abstract, sharding)
         if self.committed.state is None:
@@ -320,30 +320,11 @@ class Session:
             observer.on_restore(self.committed.state)
         return restore_state(abstract, self.committed.state, sharding)
 
-    def _restore_shards(
-        self,
-        restore: ShardRestore,
-        abstract: Tree,
-        sharding: ShardingRule | None,
-        exchange: CollectiveExchange,
-    ) -> Tree:
-        def hit(place: FailPoint, step: int) -> None:
-            self.hit_failpoint(place, step=step)
-
-        committed = self.committed
-        state = restore.restore(abstract, committed.shards, sharding, exchange, hit)
-        self.resume_from(flatten_state(committed.step, state))
-        return state
-
     def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
         assert self._snapshotter is not None, "a snapshot is ordered by an agent only"
         started_s = time.monotonic()
-
-        def hit(place: FailPoint, step: int) -> None:
-            self.hit_failpoint(place, step=step)
-
         with contextlib.closing(self._snapshotter.open_reader(plan)) as reader:
-            _, state = restore_snapshot(abstract, reader, sharding, failpoint=hit)
+            _, state = restore_snapshot(abstract, reader, sharding, failpoint=_make_hook(self))
             self._control.record_event(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,
@@ -376,6 +357,13 @@ class Session:
         """See `World.wait_until_finished`."""
         if self._snapshotter is not None:
             self._snapshotter.wait_until_copied()
+
+
+def _make_hook(session: Session) -> FailPointHook:
+    def hit(place: FailPoint, step: int) -> None:
+        session.hit_failpoint(place, step=step)
+
+    return hit
 
 
 def _check_can_be_restored(wanted: Any, state: FlatState) -> None:  # noqa: ANN401 - a tree of abstract arrays

@@ -18,12 +18,11 @@ from resilient_jax.protocol.state_records import PartHolder, StateSource
 from resilient_jax.state.flat_state import ShardingRule, flatten_state, flatten_strings
 from resilient_jax.state.held_shards import HeldShards, find_part
 from resilient_jax.state.interfaces import FailPointHook
-from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader
+from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader, record_failed_source
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_placement import is_here, restore_state
 from resilient_jax.state.tree_match import list_leaf_specs, match_tree
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.worker.state_handover import record_failed_source
 
 Tree = TypeVar("Tree")
 HOLDERS_OF_UNIT: Final = 2

@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from resilient_jax.errors import PeerError, StateError
+from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.generation import Generation
@@ -13,10 +13,11 @@ from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
-from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader
+from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader, record_failed_source
 from resilient_jax.state.restore import read_whole_state
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.shard_restore import ShardRestore
 from resilient_jax.worker.step_results import RESULTS_NUMBER
 
 
@@ -110,7 +111,7 @@ class StateHandover(GenerationScoped):
             committed.move_contributions_to_host()
             committed.have_kept_leave(generation)
             if committed.shards is not None:
-                committed.shards = committed.shards.leave_devices(self._host, generation.number)
+                committed.shards = committed.shards.move_to_host(self._host, generation.number)
 
     def _keep_state(self) -> None:
         """Move the state to host memory: this worker leaves its world while others train.
@@ -130,6 +131,12 @@ class StateHandover(GenerationScoped):
         copy = copy_to_host(state)
         self._record_event(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
         return copy
+
+    def make_shard_restore(self, generation: Generation) -> ShardRestore:
+        """Return how a state in shards comes to its place in a generation."""
+        return ShardRestore(
+            self._host, generation, self._offers, self._credentials, self._raise_if_ended, self._record_event
+        )
 
     def read_results(self, generation: Generation) -> FlatState:
         """Return what members that have committed the step before `generation.state.step` have found in it.
@@ -165,8 +172,3 @@ class StateHandover(GenerationScoped):
             )
         self._record_event(EventKind.STATE_FETCHED, bytes=state.nbytes, seconds=time.monotonic() - started_s)
         return state
-
-
-def record_failed_source(record_event: Callable[..., object], source: HostName, error: PeerError) -> None:
-    """Record that a worker from which a state was read has failed."""
-    record_event(EventKind.STATE_SOURCE_FAILED, source=source, error=str(error))

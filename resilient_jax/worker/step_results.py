@@ -30,7 +30,7 @@ class StepResult:
     """What one call gave all hosts.
 
     Attributes:
-        name: that of the accumulation; or `REDUCED`.
+        name: `REDUCED`, or which accumulation it was.
         arrays: arrays that every host has, in order.
     """
 
@@ -45,7 +45,7 @@ class StepResults:
         self._by_step: dict[int | None, list[StepResult]] = {}
         self._step: int | None = None
 
-    def begin_generation(self) -> None:
+    def begin(self) -> None:
         """Keep from now on what is found before the first step."""
         self._by_step.pop(None, None)
         self._step = None
@@ -110,7 +110,7 @@ class RepeatedResults:
         """Return what an accumulation gave.
 
         Raises:
-            PeerUnreachable: it gave nothing: another way is needed to go on.
+            PeerUnreachable: the others have left no such accumulation.
         """
         while self._of_step:
             result = self._of_step.popleft()
@@ -122,7 +122,7 @@ class RepeatedResults:
         """Return what the next all-reduce gave, of arrays like these.
 
         Raises:
-            PeerUnreachable: as `take_sum`.
+            PeerUnreachable: the others had an accumulation there, or other shapes.
         """
         results = self._of_step if self.is_step_begun else self._before
         result = results.popleft() if results else None

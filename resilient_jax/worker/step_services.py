@@ -14,7 +14,7 @@ from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants, PlanOut
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.state.flat_state import flatten_state
-from resilient_jax.state.peer_transfer import StateExchange, StateOffers
+from resilient_jax.state.peer_transfer import StateExchange, StateOffers, record_failed_source
 from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.slow_host_watch import SlowHostWatch
 from resilient_jax.transport.mail_service import MailService
@@ -23,7 +23,6 @@ from resilient_jax.worker.committed_state import KeptArrays
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.mail_sums import MailSums
 from resilient_jax.worker.session import Session
-from resilient_jax.worker.state_handover import record_failed_source
 from resilient_jax.worker.training_control import TrainingControl
 from resilient_jax.worker.worker_protocol import HeldPause
 

@@ -77,7 +77,6 @@ from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Ob
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
-from resilient_jax.worker.shard_restore import ShardRestore
 from resilient_jax.worker.state_handover import StateHandover
 from resilient_jax.worker.step_repetition import list_behind, repeat_step
 from resilient_jax.worker.step_results import RESULTS_NUMBER
@@ -113,13 +112,14 @@ class Worker:
         find_latest_checkpoint: as in `run`.
     """
 
+    _before: FormWorld | None = None
+    """The order for the last generation in which this worker has trained."""
+
     def __init__(
         self, descriptor: int, settings: WorkerSettings, find_latest_checkpoint: FindLatestCheckpoint | None
     ) -> None:
         self._settings = settings
-        credentials = self._credentials = Credentials.from_paths(settings.token, settings.tls)
-        self._before: FormWorld | None = None
-        """The order for the last generation in which this worker has trained."""
+        credentials = Credentials.from_paths(settings.token, settings.tls)
         self._committed = CommittedState()
         self._events = RecentEvents()
         self._offers = StateOffers()
@@ -439,16 +439,9 @@ class Worker:
             snapshotter=self._snapshotter,
             observers=observers,
             comparison=HostComparison(info.hosts, order.host, self._agent),
-            shard_restore=ShardRestore(
-                order.host,
-                order.generation,
-                self._offers,
-                self._credentials,
-                self._agent.raise_if_ended,
-                self._record_event,
-            ),
+            shard_restore=self._handover.make_shard_restore(order.generation),
         )
-        self._committed.results.begin_generation()
+        self._committed.results.begin()
         reducer = Reducer(
             jax.devices,
             info.process_index,

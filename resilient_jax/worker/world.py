@@ -313,7 +313,7 @@ class World:
         total = jax.tree.map(
             lambda leaf, summed: summed if isinstance(leaf, jax.Array) else np.asarray(summed), tree, total
         )
-        self._session.keep_result(REDUCED, jax.tree.leaves(total))
+        self._session.committed.keep_result(REDUCED, jax.tree.leaves(total))
         return total
 
     def accumulate_microbatches(
@@ -385,7 +385,7 @@ class World:
                 shares=_describe_shares(self.hosts, new_shares),
             )
         whole = [leaf for leaf in jax.tree.leaves(total) if not is_in_shards(leaf)]
-        self._session.keep_result(name, [*whole, np.array(self._reducer.owners, np.int32)])
+        self._session.committed.keep_result(name, [*whole, np.array(self._reducer.owners, np.int32)])
         owners = tuple(self.hosts[index] for index in self._reducer.owners)
         self._session.finish_accumulation(call, owners, total)
         return total

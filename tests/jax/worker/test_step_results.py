@@ -27,7 +27,7 @@ def read(offer: StateOffer | None) -> FlatState:
 def find_results() -> StepResults:
     """Return the results of a host that has committed step 4, and has begun the next one."""
     found = StepResults()
-    found.begin_generation()
+    found.begin()
     found.begin_step(4)
     found.add("evaluate", [jnp.float32(7)])
     found.add("train", [jnp.float32(1.5), np.array([0, 1, 0], np.int32)])
@@ -39,7 +39,7 @@ def find_results() -> StepResults:
 
 def test_a_step_gets_what_others_found_in_it_in_the_order_of_the_calls() -> None:
     mine = StepResults()
-    mine.begin_generation()
+    mine.begin()
     mine.add(REDUCED, [np.int32(3)])
     mine.begin_step(4)
     repeated = mine.repeat(read(find_results().offer(HOST, GENERATION, 4)))

@@ -30,6 +30,8 @@ ARRAYS = {
     "BoundaryLog": "of `StageRunner`",
     "BlockSums": "of `PipelineWorker`",
     "BlockState": "of `PipelineWorker`",
+    "HeldShards": "of `CommittedState`; the handover moves them",
+    "StepResults": "of `CommittedState`, with the contributions",
 }
 """Classes with a `move_to_host`: they know no generation, only that their arrays are to outlive a backend."""
 ENTERED = {
