@@ -297,6 +297,12 @@ def owes_reach_report(generation: Generation, status: HostStatus) -> bool:
     return status.reach is None or status.reach.generation < generation.number
 
 
+def find_least_hosts(state: MembershipState) -> int:
+    """Return how many hosts training needs, as far as members have found it: those that one replica spans."""
+    found = [worker.report.findings.needed_hosts for worker in list_live_workers(state)]
+    return max([state.generation.record.least_hosts, *found])
+
+
 def find_newest_step(state: MembershipState) -> int:
     """Return the newest committed step that any host or worker has reported."""
     of_workers = [w.report.held.step for w in list_live_workers(state)]

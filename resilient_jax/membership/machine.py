@@ -188,7 +188,14 @@ def _get_changing_part(generation: Generation, status: HostStatus) -> tuple[obje
     read: object = worker
     if worker is not None and trains:
         report = worker.report
-        read = (report.held.holds_state, report.overdue, report.findings.slow_hosts, report.findings.slowdown)
+        found = report.findings
+        read = (
+            report.held.holds_state,
+            report.overdue,
+            found.slow_hosts,
+            found.slowdown,
+            found.needed_hosts,
+        )
     return (
         read,
         standby.worker if standby is not None else None,

@@ -70,7 +70,7 @@ def decide_to_wait(
     else:
         message = (
             f"{present} of the {config.min_hosts} hosts that the job needs at least are ready after "
-            f"{waited_s:.0f} s; start more agents, or lower min_hosts"
+            f"{waited_s:.0f} s; start more agents, or lower min_hosts, or the number of hosts that a replica spans"
         )
     return JobOutcome(
         kind=JobOutcomeKind.TOO_FEW_HOSTS, exit_code=int(ExitCode.TOO_FEW_HOSTS), message=message

@@ -67,6 +67,7 @@ from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_host
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_snapshot_report,
+    find_least_hosts,
     find_newest_step,
     find_recoverable_step,
     find_snapshot,
@@ -134,6 +135,8 @@ def decide(
 ) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
     """Decide what follows from the statuses of all hosts; return the new state and the shell's commands, in order."""
     commands: list[MembershipCommand] = []
+    least_hosts = find_least_hosts(state)
+    config = dataclasses.replace(config, min_hosts=max(config.min_hosts, least_hosts))
     while True:
         state = note_progress(state, now)
         transition = _next_transition(state, now, config)
@@ -143,7 +146,9 @@ def decide(
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
             break
-        transition = change_fields(transition, keeps_workers=not config.replaces_workers)
+        transition = change_fields(
+            transition, keeps_workers=not config.replaces_workers, least_hosts=least_hosts
+        )
         taken_out = find_corrupt_hosts(state) if transition.state.trusted_step is not None else frozenset()
         failures, known = transition.failures, state.generation.failures
         if failures.taken_out is not None and failures.taken_out != known.taken_out:

@@ -261,6 +261,7 @@ class LeaderNotes(RecordPart, frozen=True, kw_only=True):
         decision: the last choice at a change of members, which every leader obeys; None: there was none to make.
         history: what leaders have measured so far, on which the next decision rests.
         slowness: what leaders have done about slow hosts.
+        least_hosts: fewer hosts cannot train, as members have found; with fewer the job waits for others.
     """
 
     progress: int = 0
@@ -268,6 +269,7 @@ class LeaderNotes(RecordPart, frozen=True, kw_only=True):
     decision: RecoveryDecision | None = None
     history: JobHistory = JobHistory()
     slowness: SlownessRecord = SlownessRecord()
+    least_hosts: int = 1
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

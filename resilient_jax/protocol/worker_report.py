@@ -137,11 +137,13 @@ class WorkerFindings(RecordPart, frozen=True, kw_only=True):
         slow_hosts: from the worker that is the first of its generation: hosts that are slow, and which of their parts.
         slowdown: from the same worker: what slow hosts cost, once that has lasted; None: not worth a change.
         plans: from the first nine workers and some others: what losses would make of planned axes; None: not known.
+        needed_hosts: fewer hosts cannot train, since one replica spans so many.
     """
 
     slow_hosts: tuple[SlowHost, ...] = ()
     slowdown: Slowdown | None = None
     plans: PlanOutlook | None = None
+    needed_hosts: int = 1
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -462,6 +462,11 @@ def report_slow_hosts(
     return _report(state, slow_hosts=slow_hosts, slowdown=slowdown)
 
 
+def report_needed_hosts(state: WorkerProtocol, count: int) -> Transition:
+    """One replica spans so many hosts: fewer cannot train."""
+    return _report(state, needed_hosts=count) if count != state.report.findings.needed_hosts else (state, ())
+
+
 def report_plans(state: WorkerProtocol, plans: PlanOutlook) -> Transition:
     """Losses of hosts would make this of planned axes, as this worker has estimated."""
     return _report(state, plans=plans) if plans != state.report.findings.plans else (state, ())

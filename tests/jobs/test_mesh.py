@@ -33,11 +33,11 @@ PLACES = (
 class MeshJob(TinyJob):
     """A job of `mesh_loop.py` or `mesh_trainer.py`."""
 
-    def __init__(self, work: Path, script: Path, axes: str, words: Sequence[str]) -> None:
+    def __init__(self, work: Path, script: Path, axes: str, words: Sequence[str], hosts: int = HOSTS) -> None:
         self.script = script
         super().__init__(
             work,
-            HOSTS,
+            hosts,
             CONFIG_WITHOUT_STANDBYS,
             words=[f"hosts={HOSTS_OF_REPLICA}", f"axes={axes}", *words],
             script=script,
@@ -45,13 +45,13 @@ class MeshJob(TinyJob):
 
     def kill_at(self, place: FailPoint, victims: list[HostName]) -> None:
         """Kill hosts' workers where they are held, and wait until all hosts train again."""
-        report = self.wait_training(HOSTS)
+        report = self.wait_training(self.hosts)
         assert report.generation is not None
         self.hold(place, victims)
         for host in victims:
             self.signal(JobComponent.WORKER, host, signal.SIGKILL)
         self.job.release()
-        self.wait_training(HOSTS, after_generation=report.generation.number)
+        self.wait_training(self.hosts, after_generation=report.generation.number)
 
     def check_steps(self) -> None:
         """Compare each box of the state after each step with that of an undisturbed job of one replica."""
@@ -91,7 +91,7 @@ def list_replicas(report: JobReport) -> list[list[HostName]]:
     """Return the hosts of each replica of a generation that has all hosts."""
     assert report.generation is not None
     hosts = [member.host for member in report.generation.membership.members]
-    return [hosts[first : first + HOSTS_OF_REPLICA] for first in range(0, HOSTS, HOSTS_OF_REPLICA)]
+    return [hosts[first : first + HOSTS_OF_REPLICA] for first in range(0, len(hosts), HOSTS_OF_REPLICA)]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,18 @@ def test_hosts_of_replicas_on_several_hosts_die_anywhere_in_a_step(
             "each shard had a holder"
         )
         job.finish(more_steps=6)
+
+
+def test_the_only_replica_waits_for_its_host_whose_shards_are_decoded_from_parity(tmp_path: Path) -> None:
+    """Nobody has set `min_hosts`: fewer hosts than the replica spans cannot train."""
+    with MeshJob(tmp_path, LOOP, "fsdp:4", ["snapshots"], hosts=HOSTS_OF_REPLICA) as job:
+        report = job.wait_training(HOSTS_OF_REPLICA)
+        (replica,) = list_replicas(report)
+        (victim,) = [host for host in replica if host != report.leader]
+        job.kill_at(FailPoint.BEFORE_REDUCE, [victim])
+        events = job.job.read_events()
+        assert any(event.kind is EventKind.SNAPSHOT_RESTORED for event in events)
+        job.finish(more_steps=4)
 
 
 @pytest.mark.parametrize(
