@@ -71,6 +71,8 @@ class MeshLayout(InShards):
         return super().restore(functools.partial(self._init_in_shards, init), load)
 
     def _init_in_shards(self, init: Callable[[], TrainingState]) -> TrainingState:
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
+            return init()  # traced for its shapes: most states come from other hosts, and none is made then
         abstract = jax.eval_shape(init)
         where = _place(abstract, self._placement)
         if not self._is_left_over:
@@ -161,7 +163,7 @@ class MeshLayout(InShards):
         return state if self._is_left_over else super().update(programs, state, sums, summary)
 
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
-        """Yield a job for each likely number of replicas: what makes a state and updates it.
+        """Yield a job for each likely number of replicas: the update of a state.
 
         What a replica runs stays the same.
         """
@@ -186,8 +188,6 @@ class MeshLayout(InShards):
         state, cut = resharding.abstract_shards(
             (programs.abstract_state, (sums.gradients, sums.collections)), placement
         )
-        check()
-        jax.jit(programs.init, out_shardings=_place(programs.abstract_state, placement)).lower().compile()
         check()
         programs.update.lower(
             state, cut, programs.abstract_summary, placement=placement.with_abstract_mesh()

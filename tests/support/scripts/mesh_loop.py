@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from no_comparisons import refuse_comparisons
 
 import resilient_jax as rj
 
@@ -156,4 +157,5 @@ def train(world: rj.World) -> None:
 
 
 if __name__ == "__main__":
+    refuse_comparisons()
     rj.run(train)

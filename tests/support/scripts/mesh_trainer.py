@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from experts import Experts, compute_experts_loss  # pyright: ignore[reportMissingImports] - beside this script
 from flax import nnx
+from no_comparisons import refuse_comparisons
 
 import resilient_jax as rj
 
@@ -90,6 +91,7 @@ def log(report: rj.StepReport) -> bool:
 
 
 if __name__ == "__main__":
+    refuse_comparisons()
     trainer = rj.Trainer(
         model=(lambda rngs: Experts(WIDTH, WIDTH, EXPERTS, rngs)) if "experts" in sys.argv else Net,
         optimizer=optax.adamw(0.01),
