@@ -61,6 +61,18 @@ class CallerError(ResilientJaxError):
     exit_code = ExitCode.USAGE
 
 
+class TooFewHosts(CallerError):
+    """Fewer hosts live than one replica spans.
+
+    Attributes:
+        needed: how many it spans; 0: it is not known any more.
+    """
+
+    def __init__(self, message: str, needed: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 class ConfigError(CallerError):
     """A configuration file or value does not fit; the message names file, key, found, expected."""
 

@@ -326,8 +326,8 @@ class EventKind(enum.StrEnum):
     """A worker that is about to join has loaded the programs of a step, while the others trained. Detail: `seconds`,
     and why not all of it was possible, if so: `problem`."""
     STEP_REPEATED = "step.repeated"
-    """A worker that a failure met a little earlier than others finished a step that they had committed. Detail:
-    `seconds`."""
+    """A worker that was interrupted before its commit finished a step that others had committed, with their results.
+    Detail: `seconds`."""
     WORLD_MEMBERS_MET = "world.members_met"
     """The members of a generation met in JAX's coordination service, before their first collective; with `live_nodes`
     only. Detail: `hosts` (their number), `seconds`."""

@@ -11,6 +11,7 @@ What a given-up collective refers to stays in memory until its wait ends: its ar
 """
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ class CollectiveThread:
 
         Raises:
             CollectiveGivenUp: see `give_up`.
-            RehearsalFailed: the program is no jitted function, so it cannot be loaded without running it.
+            RehearsalFailed: the program is no jitted function, or a partial of one, so it is not loaded without a run.
         """
         if self._is_rehearsing:
             return _load(program, arguments)
@@ -171,9 +172,13 @@ class CollectiveThread:
 
 def _load(program: Any, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as `run`
     """Compile a jitted function, and return zeros of the shapes and shardings of its results."""
-    if not hasattr(program, "lower"):
+    jitted: Any = program
+    keywords: dict[str, Any] = {}
+    if isinstance(program, functools.partial):
+        jitted, keywords = program.func, program.keywords
+    if not hasattr(jitted, "lower"):
         raise RehearsalFailed("a computation on several hosts runs with all of them only")
-    compiled = program.lower(*arguments).compile()
+    compiled = jitted.lower(*arguments, **keywords).compile()
     return jax.tree.map(
         lambda shape, sharding: jax.make_array_from_callback(
             shape.shape,

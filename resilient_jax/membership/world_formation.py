@@ -112,6 +112,9 @@ def _list_parts(kept: list[HostStatus]) -> tuple[PartHolder, ...]:
     steps, kinds = {holder.step for holder in holders}, {holder.part.kind for holder in holders}
     if not holders or len(kinds) > 1 or max(steps) - min(steps) > (UnitKind.HOSTS not in kinds):
         return ()
+    newest = tuple(holder for holder in holders if holder.step == max(steps))
+    if UnitKind.BLOCKS not in kinds and are_parts_complete(holder.part for holder in newest):
+        return newest  # the others read what they lack of the newest step
     return holders if are_parts_complete(holder.part for holder in holders) else ()
 
 

@@ -90,7 +90,7 @@ class UnitKind(enum.StrEnum):
     BLOCKS = "blocks"
     """Of a model that is cut into the stages of a pipeline."""
     RANKS = "ranks"
-    """What the hosts with one rank have, each in its replica. Those of all replicas have the same."""
+    """Shards by position in a replica: the host with rank r of every replica has unit r."""
     HOSTS = "hosts"
     """What one host has of a state that is sharded over all of them."""
 
@@ -138,7 +138,7 @@ class PartHolder(StateSource, frozen=True, kw_only=True):
 
     Attributes:
         step: steps of the state that the part is of.
-        part: the part; what the loss of hosts would make of the state is left out.
+        part: the part, without `losses`, `outlook` and `order`, of which forming a world needs nothing.
     """
 
     step: int

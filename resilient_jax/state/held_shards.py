@@ -23,18 +23,20 @@ def find_part(shardings: Iterable[Sharding]) -> StatePart | None:
     """Return the part that this host has of arrays with these shardings, by its rank.
 
     Returns:
-        None: no array spans hosts, or they do on several meshes.
+        None: no array spans hosts; or they do on several meshes, or are sharded over replicas.
     """
-    meshes = {
-        sharding.mesh
+    over_hosts = [
+        (sharding.mesh, sharding.spec)
         for sharding in shardings
         if isinstance(sharding, NamedSharding)
         and isinstance(sharding.mesh, Mesh)
         and not sharding.is_fully_addressable
-    }
-    if len(meshes) != 1:
+    ]
+    # What is sharded over replicas, too, is not in each of them.
+    is_over_replicas = any(REPLICA_AXIS in jax.tree.leaves(tuple(spec)) for _, spec in over_hosts)
+    if len({mesh for mesh, _ in over_hosts}) != 1 or is_over_replicas:
         return None
-    (mesh,) = meshes
+    mesh = over_hosts[0][0]
     on_replicas = mesh.axis_names[0] == REPLICA_AXIS
     devices = mesh.devices if on_replicas else mesh.devices.reshape(1, -1)
     # The hosts of a replica, in the order of their devices, are those with rank 0, 1, ...

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError, PeerUnreachable
-from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.state.flat_state import is_in_shards
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, list_holders
 from resilient_jax.step.contributions import Contributions
@@ -172,7 +171,6 @@ class AccumulationLayout:
         if self.has_shards and self.rank is not None:
             arguments = self._merge(totals, self._in_shards, limits)
             run = partners.run if partners is not None else _run_alone
-            contributions.shard_sums = None
             found = run(self._holders[self.rank], self._add_up_shards, *arguments)
             for position, leaf in zip(self._in_shards, found, strict=True):
                 leaves[position] = self._restore(leaf, self._zeros[position])
@@ -182,6 +180,10 @@ class AccumulationLayout:
         # The hosts of a replica have computed the same.
         total, like, own_limits = self._merge(totals if self.rank == 0 else [], whole, limits)
         misfits = np.zeros(0, bool)
+        if self.has_shards and not whole:
+            AllReduce(self._live.grid)(
+                [np.zeros(1, np.int32)]
+            )  # for the order: else nothing waits for all hosts
         if spec.reduction == "fast":
             found = AllReduce(self._live.grid)(total)
         else:
@@ -198,7 +200,7 @@ class AccumulationLayout:
         )
         return self._treedef.unflatten(leaves), paths
 
-    def join(self, shard_sums: Sequence[jax.Array] | None, whole: Sequence[Any]) -> Tree:
+    def assemble_sum(self, shard_sums: Sequence[jax.Array] | None, whole: Sequence[Any]) -> Tree:
         """Return a sum of its leaves in shards, as `add_up` keeps them, and of those that are whole.
 
         Raises:
@@ -268,7 +270,7 @@ class AccumulationLayout:
 
 
 def _run_alone(_: object, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
-    return collective_thread.run(program, *arguments)
+    return program(*arguments)  # its collectives run on their thread, or are loaded in a rehearsal
 
 
 def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import numpy as np
 
 from resilient_jax.argument_checks import check_fields
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, TooFewHosts
 from resilient_jax.step.quotas import distribute_microbatches
 
 DATA_AXIS: Final = "data"
@@ -245,7 +245,7 @@ def count_devices_by_host(devices: Iterable[DeviceOfProcess]) -> tuple[int, ...]
 
 
 class HeldRanks(NamedTuple):
-    """Which hosts have which shards of a state that each replica has over its hosts, before they form replicas anew.
+    """The rank whose shards each live host has already, so that as few as possible move when replicas are formed anew.
 
     Attributes:
         num_ranks: hosts of a replica, as it was.
@@ -290,9 +290,10 @@ def locate_replicas(
         )
     usable = [host for host, count in enumerate(device_counts) if count >= width]
     if len(usable) < shape.hosts:
-        raise CallerError(
+        raise TooFewHosts(
             f"replicas: found {len(usable)} live hosts, expected at least {shape.hosts}, which one replica "
-            "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them"
+            "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them",
+            shape.hosts,
         )
     # Block = seat // (hosts of a replica), intact if all of its hosts are alive. The hosts of other blocks are
     # regrouped in order, and the last (their number mod hosts of a replica) are left over.

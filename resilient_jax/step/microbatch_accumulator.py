@@ -239,7 +239,10 @@ class MicrobatchAccumulator:
 
     def _run_together(self, replica: Replica, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         if self.partners is None:
-            return collective_thread.run(self._compute_fn, microbatch)
+            # In a rehearsal a program that can be told from its arguments is loaded.
+            bind = getattr(self._compute_fn, "bind", None)
+            program, *arguments = (self._compute_fn, microbatch) if bind is None else bind(microbatch)
+            return collective_thread.run(program, *arguments)
         return self.partners.run(replica, self._compute_fn, microbatch)
 
     def _corrupt(self, result: Tree, index: int) -> Tree:

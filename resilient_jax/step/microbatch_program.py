@@ -26,17 +26,19 @@ class MicrobatchProgram:
     """A compute function that calls one traced program.
 
     Attributes:
+        bind: returns the program, jitted, and its arguments for a microbatch.
         trace: returns the program's jaxpr for a replica, traced as the call will trace it.
         update: the program that takes the sum; None: it is not known.
     """
 
-    compute: ComputeFunction[Any]
+    bind: Callable[[Microbatch], tuple[Callable[..., Any], *tuple[Any, ...]]]
     trace: Callable[[Replica], core.ClosedJaxpr]
     update: ProgramDescription | None = None
 
     def __call__(self, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         """Compute a microbatch."""
-        return self.compute(microbatch)
+        program, *arguments = self.bind(microbatch)
+        return program(*arguments)
 
 
 def describe_programs(

@@ -96,7 +96,7 @@ class Reducer:
 
     Attributes:
         partners: the other hosts of this host's replicas; None: this host is alone, or rehearses.
-        held_ranks: see `locate_replicas`.
+        held_ranks: returns what `locate_replicas` is to know, for a shape.
         owners: index of the host whose total has it, for each microbatch of the last accumulation.
         lone_microbatch: the one of the last accumulation, see `MicrobatchAccumulator`.
         summands: what it added up, see `AccumulationLayout.describe`.
@@ -118,7 +118,7 @@ class Reducer:
     ) -> None:
         self.throttle: DeviceThrottle | None = None
         self.partners: ReplicaPartners | None = None
-        self.held_ranks: HeldRanks | None = None
+        self.held_ranks: Callable[[ReplicaShape], HeldRanks | None] = lambda _: None
         self._max_microbatches = max_microbatches
         self._auditor = auditor
         self.watch = watch
@@ -168,7 +168,7 @@ class Reducer:
         if shape not in self._replicas:
             live = self._live
             device_counts = [len(devices) for devices in live.devices_by_host]
-            locations = locate_replicas(self._live.seats, shape, device_counts, self.held_ranks)
+            locations = locate_replicas(self._live.seats, shape, device_counts, self.held_ranks(shape))
             replicas = build_replicas(locations, live.devices_by_host, live.host_index, shape)
             self._replicas[shape] = locations, replicas
         return self._replicas[shape]
@@ -289,7 +289,9 @@ class Reducer:
         layout = AccumulationLayout(spec, zeros, self.locate_replicas(replica_shape), self._live)
         kept = self._kept.get(spec.name)
         sums = kept.shard_sums if kept is not None and kept.spec.step == spec.step else None
-        return layout.join(sums, whole)
+        if sums is not None and any(leaf.is_deleted() for leaf in sums):
+            sums = None  # the script has donated them before its last call
+        return layout.assemble_sum(sums, whole)
 
     def _resume_limits(
         self, contributions: Contributions, layout: AccumulationLayout, claims: Claims
@@ -339,6 +341,7 @@ class Reducer:
         kept = self._kept.get(spec.name)
         if kept is None or kept.spec != spec:
             kept = self._kept[spec.name] = Contributions(spec, replica_shape=replica_shape, rank=layout.rank)
+        kept.shard_sums = None  # of an earlier try at this step
         # Before claims are exchanged: the other hosts will not compute what this one claims to have.
         kept.drop_unusable()
         kept.move_to_devices(layout.like, replica_shape, layout.rank, in_shards=layout.has_shards)

@@ -221,18 +221,19 @@ class ValueAndGrad:
             ids = make_microbatch_id(step, index), np.uint32(self._seed)
             return *arguments_by_mesh[replica.mesh], batch, *ids
 
-        def compute(microbatch: Microbatch) -> Tree:
+        def bind(microbatch: Microbatch) -> tuple[Any, ...]:
             replica = microbatch.replica
             batch = replica.place_batch(microbatch.batch)
             arguments = list_arguments(replica, batch, microbatch.step, microbatch.index)
-            return programs.compute(*arguments, mesh=replica.mesh.abstract_mesh, specs=specs)
+            program = functools.partial(programs.compute, mesh=replica.mesh.abstract_mesh, specs=specs)
+            return program, *arguments
 
         def trace(replica: Replica) -> core.ClosedJaxpr:
             batch = replica.describe_batch(self._describe_example())
             arguments = list_arguments(replica, batch, 0, 0)
             return programs.compute.trace(*arguments, mesh=replica.mesh.abstract_mesh, specs=specs).jaxpr
 
-        return MicrobatchProgram(compute, trace)
+        return MicrobatchProgram(bind, trace)
 
 
 class _Programs:

@@ -1,5 +1,6 @@
 """The function that computes a microbatch on a replica's mesh."""
 
+import functools
 from typing import Any
 
 import jax
@@ -39,18 +40,19 @@ def make_microbatch_function(
             variables_by_mesh[replica.mesh] = replica.to_replica(variables)
         return variables_by_mesh[replica.mesh], batch, make_microbatch_id(step, index)
 
-    def compute_on_replica(microbatch: Microbatch) -> Tree:
+    def bind(microbatch: Microbatch) -> tuple[Any, ...]:
         replica = microbatch.replica
         step = microbatch.step if key_step is None else key_step
         batch = replica.place_batch(microbatch.batch)
         arguments = list_arguments(replica, batch, step, microbatch.index)
-        return compute(*arguments, placement=placement.with_mesh(replica.mesh.abstract_mesh))
+        program = functools.partial(compute, placement=placement.with_mesh(replica.mesh.abstract_mesh))
+        return program, *arguments
 
     def trace(replica: Replica) -> core.ClosedJaxpr:
         arguments = list_arguments(replica, replica.describe_batch(example), 0, 0)
         return compute.trace(*arguments, placement=placement.with_mesh(replica.mesh.abstract_mesh)).jaxpr
 
-    return MicrobatchProgram(compute_on_replica, trace, update)
+    return MicrobatchProgram(bind, trace, update)
 
 
 def make_abstract(batch: Tree) -> Tree:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,7 +72,7 @@ class MeshLayout(InShards):
         return super().restore(functools.partial(self._init_in_shards, init), load)
 
     def _init_in_shards(self, init: Callable[[], TrainingState]) -> TrainingState:
-        if isinstance(jnp.zeros(()), jax.core.Tracer):
+        if isinstance(jnp.zeros(()), Tracer):
             return init()  # traced for its shapes: most states come from other hosts, and none is made then
         abstract = jax.eval_shape(init)
         where = _place(abstract, self._placement)

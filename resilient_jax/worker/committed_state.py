@@ -89,8 +89,12 @@ class CommittedState:
         return self.state is not None and self.state.is_complete
 
     def keep_result(self, name: str, arrays: Sequence[Any]) -> None:
-        """Keep what a call gave all hosts, if hosts may need it to finish the step: they have shards, on replicas."""
-        if self._part_of_state is not None and self._part_of_state.kind is UnitKind.RANKS:
+        """Keep what a call gave all hosts, if hosts may need it to finish the step: they have shards, on replicas.
+
+        Before the first step it is not known what they have.
+        """
+        part = self._part_of_state
+        if not self.results.is_step_begun or (part is not None and part.kind is UnitKind.RANKS):
             self.results.add(name, arrays)
 
     @property

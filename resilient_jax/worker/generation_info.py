@@ -124,13 +124,14 @@ def describe_generation(order: FormWorld, events: tuple[Event, ...]) -> Generati
         earlier_stage_hosts=generation.shape.earlier_stage_hosts,
         plan_axes=generation.shape.plan_axes,
         plan_constants=generation.shape.plan_constants,
-        held_ranks=_find_held_ranks(generation),
+        held_ranks=find_held_ranks(generation),
         events=events,
         has_service=bool(generation.membership.service_address),
     )
 
 
-def _find_held_ranks(generation: Generation) -> HeldRanks | None:
+def find_held_ranks(generation: Generation) -> HeldRanks | None:
+    """Return which members have had which shards when a generation formed; None: none had any, by rank."""
     holders = {holder.host: holder.part for holder in generation.state.part_holders}
     if not holders or any(part.kind is not UnitKind.RANKS for part in holders.values()):
         return None

@@ -16,6 +16,7 @@ the same, and loads the rest then.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -34,7 +35,7 @@ from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import StepCommitted, TakeSeat
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState, KeptArrays
-from resilient_jax.worker.expected_members import list_others
+from resilient_jax.worker.expected_members import foresee_ranks, list_others
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import RehearsedState, Session
@@ -175,6 +176,7 @@ def _rehearse(
         session,
         max_microbatches=REHEARSED_MICROBATCHES,
     )
+    reducer.held_ranks = functools.partial(foresee_ranks, generation, others, len(jax.local_devices()))
     try:
         with collective_thread.rehearse(), _watch(control, interrupt):
             train_fn(World(info, session, control, reducer, mail=mail))

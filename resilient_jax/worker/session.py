@@ -44,7 +44,7 @@ from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.loop_tries import LoopTries
 from resilient_jax.worker.observers import Observer
 from resilient_jax.worker.shard_restore import ShardRestore
-from resilient_jax.worker.step_results import RepeatedResults
+from resilient_jax.worker.step_results import COMMITTED, RepeatedResults
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
 
 Tree = TypeVar("Tree")
@@ -180,6 +180,8 @@ class Session:
         # Computed first: an update that fails, or whose collective breaks, must not become the committed state.
         with worker_activity.task(WorkerTask.COMMIT):
             jax.block_until_ready(state)
+        if self.repeated is not None:
+            self.repeated.require_all_taken()
         committed = flatten_state(self._step + 1, state)
         if self._wanted is not None:
             _check_can_be_restored(self._wanted, committed)
@@ -187,6 +189,8 @@ class Session:
         self.committed.set_state(committed)
         self._restored = None
         self.committed.contributions.clear()
+        if self.repeated is None:
+            self.committed.keep_result(COMMITTED, ())
         # Reported only now: the leader counts on a step as soon as it is reported,
         # and this host must be able to resume from it.
         self._control.report_commit(
@@ -308,7 +312,7 @@ class Session:
             return self._restore_snapshot(self.committed.snapshot_plan, abstract, sharding)
         if self.committed.parts_step is not None and self._shard_restore is not None:
             restored = self._shard_restore.restore(
-                abstract, self.committed.shards, sharding, exchange, _make_hook(self)
+                abstract, self.committed, sharding, exchange, _make_hook(self)
             )
             self.resume_from(flatten_state(self.committed.step, restored))
             return restored

@@ -5,6 +5,7 @@ which units those are, their holders offer copies, and each host reads its boxes
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_placement import is_here, restore_state
 from resilient_jax.state.tree_match import list_leaf_specs, match_tree
 from resilient_jax.transport.credentials import Credentials
+from resilient_jax.worker.committed_state import CommittedState
 
 Tree = TypeVar("Tree")
 HOLDERS_OF_UNIT: Final = 2
@@ -52,7 +54,7 @@ class ShardRestore:
     def restore(
         self,
         abstract: Tree,
-        held: HeldShards | None,
+        committed: CommittedState,
         sharding: ShardingRule | None,
         exchange: CollectiveExchange,
         failpoint: FailPointHook,
@@ -61,7 +63,7 @@ class ShardRestore:
 
         Args:
             abstract: abstract tree as `make_abstract_state` returns it.
-            held: what this host has of the state.
+            committed: has what this host has of the state. Where some is read, its arrays leave the devices first.
             sharding: sharding of each array in the present world.
             exchange: how hosts tell each other what they lack.
 
@@ -69,7 +71,7 @@ class ShardRestore:
             StateError: as `restore_state`.
             PeerUnreachable: a holder is lost, or late.
         """
-        started_s = time.monotonic()
+        started_s, held = time.monotonic(), committed.shards
         present = held.state if held is not None else None
         has_all = present is not None and is_here(abstract, present, sharding)
         lacking = () if has_all else self._list_units(abstract, sharding)
@@ -81,6 +83,9 @@ class ShardRestore:
         if has_all:
             assert present is not None
             return restore_state(abstract, present, sharding)
+        if held is not None:
+            committed.shards = dataclasses.replace(held, state=None, offer=own)
+        del held, present
         with contextlib.closing(self._open_reader(lacking, own)) as reader:
             step, state = restore_snapshot(abstract, reader, sharding, failpoint=failpoint)
         placed = flatten_state(step, state)

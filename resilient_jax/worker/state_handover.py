@@ -122,7 +122,7 @@ class StateHandover(GenerationScoped):
         if committed.state is not None and committed.holds_state:
             committed.state = self._copy_to_host(committed.state)
             committed.contributions.clear()
-        elif committed.state is not None or committed.parts_step is not None:
+        elif not committed.is_empty:
             committed.clear()  # the others go on from their shards, or from a snapshot
         committed.drop_kept()
 
@@ -144,7 +144,12 @@ class StateHandover(GenerationScoped):
         Raises:
             PeerUnreachable: none of them has it.
         """
-        ahead = [holder for holder in generation.state.part_holders if holder.step == generation.state.step]
+        # Hosts that were left over have nothing of what is on the replicas.
+        ahead = [
+            holder
+            for holder in generation.state.part_holders
+            if holder.step == generation.state.step and holder.part.runs
+        ]
         return self._read(generation, ahead, RESULTS_NUMBER)
 
     def _read(self, generation: Generation, sources: Sequence[StateSource], number: int = 0) -> FlatState:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from resilient_jax.errors import PeerUnreachable
@@ -23,6 +24,8 @@ RESULTS_NUMBER: Final = -1
 """Of an offer; those of states count from 0."""
 REDUCED: Final = ""
 """The name of what `World.all_reduce` gave."""
+COMMITTED: Final = "\n"
+"""The name that stands where the step was committed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class StepResults:
         self._by_step: dict[int | None, list[StepResult]] = {}
         self._step: int | None = None
 
+    @property
+    def is_step_begun(self) -> bool:
+        """Whether a step of this generation has begun."""
+        return self._step is not None
+
     def begin(self) -> None:
         """Keep from now on what is found before the first step."""
         self._by_step.pop(None, None)
@@ -58,6 +66,9 @@ class StepResults:
 
     def add(self, name: str, arrays: Sequence[Any]) -> None:
         """Keep what a call gave; the arrays are not copied, and may be donated when the step is committed."""
+        # All hosts have begun the step that has a result, and so committed the one before it.
+        if self._step is not None and not self._by_step.get(self._step):
+            self._by_step.pop(self._step - 1, None)
         self._by_step.setdefault(self._step, []).append(StepResult(name, tuple(arrays)))
 
     def move_to_host(self) -> None:
@@ -65,18 +76,18 @@ class StepResults:
         self._by_step = {
             step: [StepResult(result.name, tuple(map(_copy, result.arrays))) for result in found]
             for step, found in self._by_step.items()
-            if not any(map(_is_deleted, _list_arrays(found)))
+            if not any(map(_is_gone, _list_arrays(found)))
         }
 
     def clear(self) -> None:
         """Drop everything."""
         self._by_step.clear()
 
-    def offer(self, host: HostName, generation: GenerationNumber, step: int) -> StateOffer | None:
-        """Return what this host has of a step, to be read by others; None: it has nothing, or not all any more."""
-        found = self._by_step.get(step)
-        if found is None or any(map(_is_deleted, _list_arrays(found))):
-            return None
+    def offer(self, host: HostName, generation: GenerationNumber, step: int) -> StateOffer:
+        """Return what this host has of a step, to be read by others: all of it or, if some is gone, nothing."""
+        found = self._by_step.get(step, [])
+        if any(map(_is_gone, _list_arrays(found))):
+            found = []
         leaves = [
             FlatLeaf(path=f"{number}.{place}", value=_copy(array))
             for number, result in enumerate(found)
@@ -105,6 +116,15 @@ class RepeatedResults:
     def __init__(self, before: Sequence[StepResult], of_step: Sequence[StepResult]) -> None:
         self._before, self._of_step = deque(before), deque(of_step)
         self.is_step_begun = False
+
+    def require_all_taken(self) -> None:
+        """Check, at the commit, that the step has made all calls that it made where it was committed before.
+
+        Raises:
+            PeerUnreachable: one is missing, so that the others may have had results of different calls.
+        """
+        if self._of_step and self._of_step[0].name != COMMITTED:
+            raise _miss("commit")
 
     def take_sum(self, name: str) -> tuple[Any, ...]:
         """Return what an accumulation gave.
@@ -136,16 +156,19 @@ def _list_arrays(found: Sequence[StepResult]) -> list[Any]:
 
 
 def _copy(array: Any) -> np.ndarray:  # noqa: ANN401 - as below
+    is_elsewhere_too = isinstance(array, jax.Array) and not array.is_fully_addressable
     # `np.asarray` would be a view of a buffer that the backend owns.
-    return np.array(array.addressable_data(0) if isinstance(array, jax.Array) else array)
+    return np.array(array.addressable_data(0) if is_elsewhere_too else array)
 
 
-def _is_deleted(array: Any) -> bool:  # noqa: ANN401 - of JAX or NumPy
-    return isinstance(array, jax.Array) and array.is_deleted()
+def _is_gone(array: Any) -> bool:  # noqa: ANN401 - of JAX or NumPy
+    """Return whether an array was donated, or is on a mesh on which this host, left over, has nothing."""
+    return isinstance(array, jax.Array) and (array.is_deleted() or not array.sharding.addressable_devices)
 
 
 def _describe(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
-    return [(np.shape(array), np.result_type(array).name) for array in arrays]
+    # As they are summed: of 64 bits, and of Python's numbers, JAX keeps 32.
+    return [(np.shape(array), jnp.result_type(array).name) for array in arrays]
 
 
 def _miss(what: str) -> PeerUnreachable:

@@ -19,7 +19,7 @@ from resilient_jax.cluster.child_process import restore_normal_priority
 from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler
 from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
 from resilient_jax.compile.program_exchange import ProgramDirectory
-from resilient_jax.errors import CallerError, PeerError, SnapshotLost
+from resilient_jax.errors import CallerError, PeerError, PeerUnreachable, SnapshotLost, TooFewHosts
 from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compilation_state import watch_compiler
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
@@ -288,6 +288,10 @@ class Worker:
             if self._agent.is_interrupted:
                 late = WorkerFailure(kind=WorkerFailureKind.LATE, text=text)
                 return False, None if is_of_others else late
+            if isinstance(error, TooFewHosts) and order.generation.membership.max_members >= error.needed > 0:
+                # There have been enough: the leader waits until there are again.
+                self._agent.report_found(worker_protocol.report_needed_hosts, error.needed)
+                return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
             if isinstance(error, SnapshotLost):
                 self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=summarize(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
@@ -311,11 +315,14 @@ class Worker:
         if not behind or host in state.receivers:
             return
         if all(holder.host != host for holder in behind):
-            if (found := self._committed.results.offer(host, generation.number, state.step - 1)) is not None:
-                self._offers.offer(found, RESULTS_NUMBER)
+            found = self._committed.results.offer(host, generation.number, state.step - 1)
+            self._offers.offer(found, RESULTS_NUMBER)
             return
         if self._committed.step == state.step or self._before is None:
             return  # finished, for a generation that did not form
+        # A program would wait behind a collective that was given up, and no one could interrupt it.
+        if self._connector.has_given_up:
+            raise PeerUnreachable(f"{host}: a collective was given up, so that no step can be finished here")
         started_s = time.monotonic()
         results = self._committed.results.repeat(self._handover.read_results(generation))
         repeat_step(train_fn, self._before, self._committed, results, self._agent, self._mail)
@@ -451,7 +458,7 @@ class Worker:
             auditor=None if audits is None else Auditor(share, audits),
             watch=SlowHostWatch(health, DeviceSpeed(jax.local_devices, numbers, throttle).measure),
         )
-        reducer.throttle, reducer.held_ranks = throttle, info.held_ranks
+        reducer.throttle, reducer.held_ranks = throttle, lambda _: info.held_ranks
         reducer.partners = self._connector.meet_partners(info, self._mail, self._agent.raise_if_ended)
         return World(info, session, self._agent, reducer, self._compiler, self._mail, audits=audits)
 

@@ -29,7 +29,6 @@ from resilient_jax.step.loss_gradient import LossFunctions
 from resilient_jax.step.reducer import ComputeFunction, Reducer
 from resilient_jax.step.replicas import is_on_replicas
 from resilient_jax.step.value_and_grad import ValueAndGrad, check_loss_function, open_batches
-from resilient_jax.worker import worker_protocol
 from resilient_jax.worker.audit_response import AuditResponse
 from resilient_jax.worker.generation_info import AxisSizes, GenerationInfo, make_mesh
 from resilient_jax.worker.mail_opening import MailOpener, make_local_opener
@@ -149,18 +148,11 @@ class World:
         Raises:
             CallerError: the sizes do not multiply to the number of live devices, or hosts are too few for one replica.
         """
+        if isinstance(axes, ReplicaShape):
+            return self._reducer.make_replica_mesh(axes)
         if self.is_rehearsal:
             raise GenerationEnded  # programs on it would wait for the others
-        if isinstance(axes, ReplicaShape):
-            self._tell_needed_hosts(axes)
-            return self._reducer.make_replica_mesh(axes)
         return make_mesh(self.devices, axes, f"the {len(self.hosts)} live hosts")
-
-    def _tell_needed_hosts(self, shape: ReplicaShape) -> None:
-        """Have the job wait for hosts, where fewer are left than one replica spans."""
-        if shape.hosts > 1:
-            self._reducer.locate_replicas(shape)  # else they are too few from the beginning, which is an error
-            self._control.report_found(worker_protocol.report_needed_hosts, shape.hosts)
 
     def local_mesh(self, axes: AxisSizes = "data") -> Mesh:
         """Return a mesh over this host's devices alone: programs on it survive every change of membership.
@@ -365,7 +357,6 @@ class World:
         _check_zeros(zeros)
         if num_microbatches < 1:
             raise CallerError(f"num_microbatches: found {num_microbatches}, expected at least 1")
-        self._tell_needed_hosts(options.replica_shape)
         if (repeated := self._session.repeated) is not None:
             return self._reducer.repeat(spec, zeros, options.replica_shape, repeated.take_sum(name))
         total = self._reducer.accumulate_microbatches(

@@ -47,7 +47,11 @@ LISTENER_TIMEOUT_S: Final = 2.0
 
 
 class WorldConnector(GenerationScoped):
-    """This worker's connection to at most one world at a time."""
+    """This worker's connection to at most one world at a time.
+
+    Attributes:
+        has_given_up: whether a collective of the world was given up: programs may wait behind it.
+    """
 
     def __init__(self, settings: WorkerSettings, record_event: Callable[..., object]) -> None:
         self._settings = settings
@@ -62,7 +66,7 @@ class WorldConnector(GenerationScoped):
         """Whether connections that an abort spares at first were shut."""
         self._has_unwound = False
         """Whether the main thread has left the user's function in this generation."""
-        self._has_given_up = False
+        self.has_given_up = False
         """Whether a thread was left behind in a collective of this world."""
         self._partners: ReplicaPartners | None = None
         self._replica_mail: MailService | None = None
@@ -83,7 +87,7 @@ class WorldConnector(GenerationScoped):
         failure elsewhere: those of gloo do.
         """
         has_replicas = self._partners is not None and self._partners.span_hosts
-        return self._are_spared_broken or self._has_given_up or (has_replicas and not self._trains_on_cpu)
+        return self._are_spared_broken or self.has_given_up or (has_replicas and not self._trains_on_cpu)
 
     def begin_generation(self, generation: Generation) -> None:
         """Forget that the previous generation was interrupted."""
@@ -140,7 +144,7 @@ class WorldConnector(GenerationScoped):
         self._connection = connection  # so that an interruption reaches the forming of the local clique
         self._cliques = CliqueConnections(place.seat)
         limit_interruption(self._cliques.is_current)
-        self._are_spared_broken = self._has_given_up = False
+        self._are_spared_broken = self.has_given_up = False
         self._check_devices()
 
     def _form_local_clique(self) -> None:
@@ -244,7 +248,7 @@ class WorldConnector(GenerationScoped):
         connection, self._connection = self._connection, None
         assert connection is not None, "leave is called in a world"
         end_waiting_threads(connection.place)
-        return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use or self._has_given_up)
+        return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use or self.has_given_up)
 
     def interrupt(self) -> None:
         """Break the main thread out of forming or of a collective; for the guard thread, which repeats it.
@@ -274,7 +278,7 @@ class WorldConnector(GenerationScoped):
             self._delay = UnwindingDelay(time.monotonic())
         # Only gloo: a thread in NCCL keeps the device, which the next world needs.
         if is_late and self._trains_on_cpu and gloo.own_listeners and collective_thread.give_up():
-            self._has_given_up = True
+            self.has_given_up = True
 
     def _is_late(self, delay: UnwindingDelay) -> bool:
         if not self._cliques.is_in_program:

@@ -120,6 +120,9 @@ def test_hosts_of_replicas_on_several_hosts_die_anywhere_in_a_step(
         assert all(event.kind is not EventKind.SNAPSHOT_RESTORED for event in events), (
             "each shard had a holder"
         )
+        problems = {event.detail["problem"] for event in events if event.kind is EventKind.STEP_REHEARSED}
+        # With sums by `accumulate_microbatches` it is not known what a replica runs, before it runs.
+        assert problems == {""} or "general" in words, "hosts that came back had loaded their programs"
         job.finish(more_steps=6)
 
 

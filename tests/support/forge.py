@@ -6,10 +6,10 @@ calls a function; its end comes by a pipe of its own, as the exit code.
 """
 
 import atexit
-import contextlib
 import fcntl
 import functools
 import importlib
+import io
 import os
 import select
 import signal
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import msgspec
 
@@ -45,6 +45,36 @@ class Order(msgspec.Struct):
     arguments: list[str]
     environment: dict[str, str]
     numbers: list[int]
+
+
+class _PipeEnd(io.RawIOBase):
+    """This process's end of a pipe, which is closed when it is collected.
+
+    Of a file Python would warn then, in whichever test it happens to collect it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return os.readv(self._descriptor, [buffer])
+
+    def write(self, data: Any) -> int:
+        return os.write(self._descriptor, data)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
 
 
 class ForgedProcess:
@@ -79,13 +109,6 @@ class ForgedProcess:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
-
-    def __del__(self) -> None:
-        """Close the pipes: else Python warns of them, in whichever test it happens to collect them."""
-        for pipe in (self.stdin, self.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # nobody reads what is still in the buffer
-                    pipe.close()
 
     def _note_end(self) -> None:
         said = os.read(self._exit_pipe, 64)
@@ -153,7 +176,9 @@ class Forge:
             for descriptor in closed:
                 os.close(descriptor)
         answer, (pidfd,), *_ = socket.recv_fds(self._connection, 64, 1)
-        pipes = (os.fdopen(ours[0], "wb"), os.fdopen(ours[1], "rb")) if ours else (None, None)
+        pipes = (None, None)
+        if ours:
+            pipes = (io.BufferedWriter(_PipeEnd(ours[0])), io.BufferedReader(_PipeEnd(ours[1])))
         return ForgedProcess(int(answer), pidfd, exit_pipe, pipes)
 
     def end(self) -> None:

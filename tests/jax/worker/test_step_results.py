@@ -10,14 +10,13 @@ from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.peer_transfer import StateOffer, WorkerReader
 from resilient_jax.state.restore import read_whole_state
 from resilient_jax.transport import Credentials
-from resilient_jax.worker.step_results import REDUCED, RESULTS_NUMBER, StepResults
+from resilient_jax.worker.step_results import COMMITTED, REDUCED, RESULTS_NUMBER, StepResults
 
 HOST, GENERATION = HostName("a"), GenerationNumber(3)
 
 
-def read(offer: StateOffer | None) -> FlatState:
+def read(offer: StateOffer) -> FlatState:
     """Read an offer as another host does, but from memory."""
-    assert offer is not None
     with WorkerReader(
         GENERATION, [], Credentials("token"), lambda: None, lambda *_: None, offer, number=RESULTS_NUMBER
     ) as reader:
@@ -32,8 +31,8 @@ def find_results() -> StepResults:
     found.add("evaluate", [jnp.float32(7)])
     found.add("train", [jnp.float32(1.5), np.array([0, 1, 0], np.int32)])
     found.add(REDUCED, [np.float32(2.5)])
+    found.add(COMMITTED, [])
     found.begin_step(5)
-    found.add("train", [jnp.float32(9)])
     return found
 
 
@@ -49,9 +48,12 @@ def test_a_step_gets_what_others_found_in_it_in_the_order_of_the_calls() -> None
     loss, owners = repeated.take_sum("train")
     assert loss == np.float32(1.5)
     assert owners.tolist() == [0, 1, 0]
-    assert repeated.take_reduced([np.float32(0)]) == (np.float32(2.5),)
+    with pytest.raises(PeerUnreachable, match="found no result of its commit"):
+        repeated.require_all_taken()
+    assert repeated.take_reduced([0.5]) == (np.float32(2.5),), "as it is summed"
+    repeated.require_all_taken()
     # And it may be what this host tells others next.
-    assert mine.offer(HOST, GENERATION, 4) is not None
+    assert read(mine.offer(HOST, GENERATION, 4)).leaves
 
 
 def test_calls_that_others_did_not_make_are_an_error_after_which_a_snapshot_is_read() -> None:
@@ -66,13 +68,12 @@ def test_calls_that_others_did_not_make_are_an_error_after_which_a_snapshot_is_r
 
 def test_only_the_last_two_steps_are_kept_and_none_whose_arrays_were_donated() -> None:
     found = find_results()
-    assert found.offer(HOST, GENERATION, 3) is None
-    found.begin_step(6)
-    assert found.offer(HOST, GENERATION, 4) is None
+    assert not read(found.offer(HOST, GENERATION, 3)).leaves
     donated = jnp.ones(3)
     found.add("train", [donated])
-    found.begin_step(7)
+    assert not read(found.offer(HOST, GENERATION, 4)).leaves, "all hosts have begun the next step"
+    found.begin_step(6)
     donated.delete()
-    assert found.offer(HOST, GENERATION, 6) is None
+    assert not read(found.offer(HOST, GENERATION, 5)).leaves
     found.move_to_host()  # and is no error where the devices are left
-    assert found.offer(HOST, GENERATION, 6) is None
+    assert not read(found.offer(HOST, GENERATION, 5)).leaves

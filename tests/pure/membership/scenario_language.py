@@ -274,7 +274,8 @@ SAID: Final = """
     number phase change world num_seats next_seat members max_members stage_hosts earlier_stage_hosts plan_axes
     plan_constants newcomers spares service_address step boundary_step ends_job parts_stay next_members sources
     receivers part_holders snapshot state_loss trusted_step unreadable_snapshots void_snapshots
-    dropped_workers progress losses_left least_hosts keeps_workers protection initial_generation attempts are_parts_doubtful
+    dropped_workers progress losses_left least_hosts
+    keeps_workers protection initial_generation attempts are_parts_doubtful
     failed_host suspects taken_out separated failure_text raised reason hang decision history slowness outcome
 """
 """The fields of a generation, in the order in which what is new is said."""
