@@ -20,6 +20,10 @@ class ServiceEnded(FormingFailed):
     """A collective was needed in a world whose coordination service has ended; nothing else is wrong."""
 
 
+class CliqueAborted(FormingFailed):
+    """A clique is needed that was aborted earlier, so that its world cannot form it again; nothing else is wrong."""
+
+
 class CollectiveGivenUp(PeerError):
     """The collective did not return although its connections were shut; its world cannot be used again."""
 

@@ -54,8 +54,8 @@ def find_disruption_by(generation: Generation, member: Member, worker: WorkerSta
     is_old = generation.phase is GenerationPhase.FORM and worker.report.generation < generation.number
     if failure is not None and not is_old and failure.kind is WorkerFailureKind.COLLECTIVE:
         return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
-    if failure is not None and not is_old and failure.kind is WorkerFailureKind.NO_SERVICE:
-        text = f"{member.host} needs a collective, and the coordination service has ended"
+    if failure is not None and not is_old and failure.kind is WorkerFailureKind.NO_CLIQUE:
+        text = f"{member.host} needs a clique that its world cannot form"
         return Disruption(text, failure_text=failure.text, is_explained=True)
     if failure is not None and not is_old and failure.kind is WorkerFailureKind.SNAPSHOT:
         return Disruption(

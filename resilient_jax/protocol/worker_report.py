@@ -40,8 +40,9 @@ class WorkerFailureKind(enum.StrEnum):
 
     COLLECTIVE = "collective"
     """A collective or the forming of a world failed: another host's death, or the network."""
-    NO_SERVICE = "no_service"
-    """A collective was needed in a world whose coordination service has ended."""
+    NO_CLIQUE = "no_clique"
+    """A collective was needed for which its world forms no clique any more: the coordination service has ended, or the
+    clique was aborted earlier. Nothing else is wrong."""
     SNAPSHOT = "snapshot"
     """The snapshot that the generation resumes from is corrupt beyond its parity."""
     CORRUPTION = "corruption"

@@ -377,10 +377,16 @@ class FitLoop:
         started_s = time.monotonic()
         world = generation.world
         state, metrics = generation.step(state, step)
-        world.commit(state, **{**self._metrics, **metrics})
-        # Before the snapshot, in which a change of hosts may end this generation: the step would go unreported.
+        committed = {**self._metrics, **metrics}
         metrics = {**generation.layout.read_learning_rate(state), **metrics}
-        self._report(generation.layout, state, metrics, started_s, is_evaluation=False)
+        report = functools.partial(
+            self._report, generation.layout, state, metrics, started_s, is_evaluation=False
+        )
+        if world.is_repetition:
+            report()  # others have committed the step, and the commit here ends this call
+        world.commit(state, **committed)
+        # Before the snapshot, in which a change of hosts may end this generation: the step would go unreported.
+        report()
         # After the commit: snapshots and checkpoints are of committed states only.
         self.save(generation, state, step + 1)
         return state

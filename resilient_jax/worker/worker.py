@@ -24,7 +24,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.jax_runtime.compilation_state import watch_compiler
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import close_backend_gate
-from resilient_jax.jax_runtime.failures import ServiceEnded, is_collective_failure
+from resilient_jax.jax_runtime.failures import CliqueAborted, ServiceEnded, is_collective_failure
 from resilient_jax.jax_runtime.lowering_cache import keep_lowerings
 from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
@@ -297,8 +297,8 @@ class Worker:
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
             if is_of_others:
                 self._record_event(EventKind.COLLECTIVE_FAILED, error=summarize(error))
-                is_explained = isinstance(error, ServiceEnded)
-                kind = WorkerFailureKind.NO_SERVICE if is_explained else WorkerFailureKind.COLLECTIVE
+                is_explained = isinstance(error, ServiceEnded | CliqueAborted)
+                kind = WorkerFailureKind.NO_CLIQUE if is_explained else WorkerFailureKind.COLLECTIVE
                 return False, WorkerFailure(kind=kind, text=text)
             self._record_event(EventKind.USER_ERROR, error=summarize(error))
             self._report_failure(WorkerFailure(kind=WorkerFailureKind.USER, text=text))

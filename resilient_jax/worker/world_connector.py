@@ -21,7 +21,7 @@ from resilient_jax.jax_runtime.distributed import (
     disconnect,
     read_peer_listeners,
 )
-from resilient_jax.jax_runtime.failures import FormingFailed
+from resilient_jax.jax_runtime.failures import CliqueAborted
 from resilient_jax.jax_runtime.live_nodes import end_waiting_threads, interrupt_meeting, meet_members
 from resilient_jax.jax_runtime.live_processes import set_members
 from resilient_jax.jax_runtime.world_forming import (
@@ -165,7 +165,7 @@ class WorldConnector(GenerationScoped):
         """Make the generation's members those that JAX counts, and that an interruption breaks away from.
 
         Raises:
-            FormingFailed: the members cannot communicate in this world.
+            CliqueAborted: the members cannot communicate in this world.
         """
         connection = self._connection
         assert connection is not None, "a generation begins in a world"
@@ -173,7 +173,7 @@ class WorldConnector(GenerationScoped):
         set_members(seats)
         # Without a service none is formed, and none is needed.
         if generation.membership.service_address and self._cliques.is_broken(seats):
-            raise FormingFailed(
+            raise CliqueAborted(
                 f"{connection.place.seat}: the clique of seats {seats} was aborted earlier, and cannot be made again"
             )
         unknown = [seat for seat in seats if seat not in self._known_seats]

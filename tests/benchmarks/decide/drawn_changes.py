@@ -33,7 +33,7 @@ from resilient_jax.protocol.recovery_records import (
 from resilient_jax.protocol.state_records import COPY_TIMEOUT_S, StageLoss
 
 PLACES: Final = (2, 4, 8, 64, 512, 4096)
-NO_SERVICE: Final = "the coordination service of their world has ended"
+NO_CLIQUE: Final = "the coordination service of their world has ended"
 RATE_SPREAD: Final = 1.2
 """Standard deviation of the logarithm: published clusters differ by a factor of ten and more."""
 SCALE_SPREAD: Final = 1.0
@@ -267,7 +267,7 @@ def _play_loss(chance: random.Random) -> _Played:
         ready=places - lost,
         num_lost=lost,
         awaited=tuple(expected for expected, _ in awaited),
-        new_world_because="" if stage is not None or chance.random() < 0.5 else NO_SERVICE,
+        new_world_because="" if stage is not None or chance.random() < 0.5 else NO_CLIQUE,
         can_join_in_place=stage is not None or chance.random() < 0.5,
         stage=stage,
         stage_return_s=awaited[0][0].return_s if awaited and stage is not None and lost == 1 else None,
@@ -300,7 +300,7 @@ def _play_admission(chance: random.Random) -> _Played:
         training=places - away,
         joining=joining,
         awaited=tuple(expected for expected, _ in awaited),
-        new_world_because="" if chance.random() < 0.5 else NO_SERVICE,
+        new_world_because="" if chance.random() < 0.5 else NO_CLIQUE,
     )
     names = {_name(number) for number in range(joining)}
     hosts = {*names, *(_name(number) for number in range(away, places))}
