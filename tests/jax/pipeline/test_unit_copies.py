@@ -159,6 +159,14 @@ make_parts = functools.cache(lambda kind: kind())
 """Hosts have copies of the states, and change nothing else."""
 
 
+def wait_for_mail(host):
+    """Wait until the first mail has come: it says what copies are sent, and without it a host looks for none."""
+    deadline = Deadline(WAIT_S)
+    while not host.service.box._mail:
+        assert deadline.find_rest_s() > 0
+        host.service.box.wait_for_more(WAIT_S)
+
+
 @pytest.fixture
 def make_host(request):
     parts = make_parts(getattr(request, "param", Parts))
@@ -301,10 +309,7 @@ def test_a_step_that_is_committed_while_hosts_agree_makes_no_copies(make_host):
     member.service.enter(GENERATION, {MEMBER: member.service.address})
     everything = range(len(joiner.state.units))
     joiner.copies.request({MEMBER: member.service.address}, {MEMBER: everything, JOINER: everything})
-    deadline = Deadline(WAIT_S)
-    while not member.service.box._mail:
-        assert deadline.find_rest_s() > 0
-        member.service.box.wait_for_more(WAIT_S)
+    wait_for_mail(member)
     table = CommitTable(divisor=1.0, norm=1.0, loss=1.0, results={})
     few = CommittedStep(step=member.step, table=table, sums={0: {}})
     member.copies.pass_commit(few, [MEMBER], [{MEMBER}] * len(member.state.units))
@@ -355,6 +360,7 @@ def train_until(member, is_over):
 def take(spare, step, hosts, prefetch=None, check=lambda: None):
     """Return the units that a host has copies of when it begins the generation of the planned change."""
     taken = {}
+    wait_for_mail(spare)  # the kernel of its sender may have it only
     spare.state.replace({})
     services = SimpleNamespace(parts_step=step)
     world = SimpleNamespace(
@@ -403,10 +409,6 @@ def test_a_host_that_is_lost_before_it_joins_leaves_the_others_their_copies(memb
 def test_copies_and_sums_that_are_late_are_waited_for_when_the_members_change(member, make_host):
     spare = make_spare(make_host)
     plan(member, spare)
-    deadline = Deadline(WAIT_S)
-    while not spare.service.box._mail:
-        assert deadline.find_rest_s() > 0
-        spare.service.box.wait_for_more(WAIT_S)
     last = member.step + 3
 
     def train_on():
