@@ -102,7 +102,7 @@ def _list_parts(kept: list[HostStatus]) -> tuple[PartHolder, ...]:
             host=status.host,
             endpoint=worker.report.endpoint,
             step=worker.report.held.step,
-            part=StatePart(part.runs, part.num_units, kind=part.kind),
+            part=StatePart(part.runs, part.num_units, kind=part.kind, axes=part.axes),
         )
         for status in kept
         if (worker := status.worker) is not None

@@ -99,6 +99,14 @@ class DeviceLayout(NamedTuple):
         return self.replicas_per_slot * self.block_size
 
     @property
+    def is_contiguous(self) -> bool:
+        """Whether each host has a run of a replica's devices, in the order of the mesh: innermost axes first."""
+        # Outside of an axis that a host has a part of, hosts have one index of each axis.
+        pairs = list(zip(self.axes, self.axes_in_host, strict=True))
+        first = next((place for place, (size, inside) in enumerate(pairs) if inside != size), len(pairs))
+        return all(inside == 1 for _, inside in pairs[first + 1 :])
+
+    @property
     def stages_per_host(self) -> int:
         """Pipeline stages that one host has of a replica."""
         return self.axes_in_host.pipeline

@@ -86,8 +86,8 @@ def make_request(
 class HostUse(enum.Enum):
     """Where the devices of a pipeline stage may be; a replica without a pipeline is one stage.
 
-    In all but `ANY` each stage is inside one host, and each host has as many stages as its devices allow. Losing a host
-    then leaves the replicas of the others complete.
+    In all but `ANY` and `SPANNING` each stage is inside one host, and each host has as many stages as its devices
+    allow. Losing a host then leaves the replicas of the others complete.
     """
 
     ANY = "any"
@@ -97,6 +97,9 @@ class HostUse(enum.Enum):
     """As `INSIDE`, but hosts that have as many devices as each other leave none out."""
     WHOLE = "whole"
     """A stage is all devices of a host."""
+    SPANNING = "spanning"
+    """A replica is all devices of one host or several, and there are as many as the hosts allow. Hosts with fewer
+    devices than others are left out."""
 
 
 class PlanConstraints(NamedTuple):
@@ -124,9 +127,12 @@ NO_CONSTRAINTS = PlanConstraints(NO_FIXED_AXES)
 
 
 def constrain_to_hosts(
-    axes: AxisSizes, microbatch_size: int, shared_examples: int | None = None
+    axes: AxisSizes,
+    microbatch_size: int,
+    shared_examples: int | None = None,
+    host_use: HostUse = HostUse.FILLED,
 ) -> PlanConstraints:
-    """Return the constraints of plans in which a host has one replica or several, and no replica is a pipeline.
+    """Return the constraints of plans whose replicas are inside hosts, or whole hosts, and no pipelines.
 
     The arguments are as of `PlanConstraints`.
 
@@ -136,14 +142,14 @@ def constrain_to_hosts(
     given = parse_axis_sizes(axes)
     if given.get(Axis.PIPELINE, 1) != 1:
         raise PlanError(
-            f"axis pipeline: found {given[Axis.PIPELINE]}, expected none: replicas are inside hosts. "
+            f"axis pipeline: found {given[Axis.PIPELINE]}, expected none: replicas have other axes. "
             "Parallelism(pipeline=) makes pipelines of hosts"
         )
     return PlanConstraints(
         {**given, Axis.PIPELINE: 1},
         microbatch_size=microbatch_size,
         shared_examples=shared_examples,
-        host_use=HostUse.FILLED,
+        host_use=host_use,
     )
 
 

@@ -75,6 +75,8 @@ class SearchSpace:
         """Return whether the devices of each stage are where they may be."""
         if self.is_free:
             return True
+        if self.constraints.host_use is HostUse.SPANNING:
+            return layout.axes_in_host.devices == self._request.pool.devices_per_host and layout.is_contiguous
         return layout.axes_in_host._replace(pipeline=1) == layout.axes._replace(pipeline=1)
 
 
@@ -86,7 +88,9 @@ def _count_stages(topology: Topology, host_use: HostUse) -> Mapping[int, int] | 
     if host_use is HostUse.ANY:
         return None
     hosts = collections.Counter(host.devices for host in topology.hosts)
-    fewest = min(hosts)
+    fewest, most = min(hosts), max(hosts)
+    if host_use is HostUse.SPANNING:
+        return {number * most: hosts[most] // number for number in range(1, hosts[most] + 1)}
     widths: Iterable[int] = range(1, fewest + 1)
     if host_use is HostUse.WHOLE:
         widths = (fewest,)

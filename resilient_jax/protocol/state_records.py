@@ -102,6 +102,7 @@ class StatePart(msgspec.Struct, frozen=True):
         runs: the units that the worker has, as ranges (first, end), ascending.
         num_units: units of the state; the same on every host.
         kind: what they are; the same on every host.
+        axes: of units by rank: names and sizes of the axes of a replica's mesh, by which its shards are cut.
         generation: generation in which this worker had the part last.
         losses: from the first three members: what the loss of each host of that generation, or of two, would make of
             the pipeline.
@@ -116,9 +117,16 @@ class StatePart(msgspec.Struct, frozen=True):
     outlook: StageOutlook | None = None
     order: tuple[HostName, ...] = ()
     kind: UnitKind = UnitKind.BLOCKS
+    axes: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def from_units(cls, units: Iterable[int], num_units: int, kind: UnitKind = UnitKind.BLOCKS) -> Self:
+    def from_units(
+        cls,
+        units: Iterable[int],
+        num_units: int,
+        kind: UnitKind = UnitKind.BLOCKS,
+        axes: Iterable[tuple[str, int]] = (),
+    ) -> Self:
         """Return the part that has these units.
 
         >>> StatePart.from_units([0, 1, 5], 6).runs
@@ -130,7 +138,11 @@ class StatePart(msgspec.Struct, frozen=True):
                 runs[-1] = (runs[-1][0], unit + 1)
             else:
                 runs.append((unit, unit + 1))
-        return cls(tuple(runs), num_units, kind=kind)
+        return cls(tuple(runs), num_units, kind=kind, axes=tuple(axes))
+
+    def has_units_of(self, other: "StatePart") -> bool:
+        """Return whether the units of two parts are the same ones, so that their numbers can be compared."""
+        return (self.kind, self.num_units, self.axes) == (other.kind, other.num_units, other.axes)
 
 
 class PartHolder(StateSource, frozen=True, kw_only=True):

@@ -43,7 +43,10 @@ def find_part(shardings: Iterable[Sharding]) -> StatePart | None:
     rows = [list(dict.fromkeys(device.process_index for device in row.flat)) for row in devices]
     own = jax.process_index()
     ranks = [row.index(own) for row in rows if own in row]
-    return StatePart.from_units(ranks, len(rows[0]), UnitKind.RANKS if on_replicas else UnitKind.HOSTS)
+    if not on_replicas:
+        return StatePart.from_units(ranks, len(rows[0]), UnitKind.HOSTS)
+    axes = [(str(name), mesh.shape[name]) for name in mesh.axis_names[1:]]
+    return StatePart.from_units(ranks, len(rows[0]), UnitKind.RANKS, axes)
 
 
 def find_part_of_state(state: FlatState) -> StatePart | None:

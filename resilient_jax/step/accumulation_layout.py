@@ -89,12 +89,8 @@ class AccumulationLayout:
         if leaf.addressable_shards:
             return self._to_local(leaf)
         # Of this host nothing comes into the sum, but it must know how the sum is made, and finds that from shapes.
-        shape = leaf.shape if leaf.is_fully_replicated else self._stack_shape(leaf)
+        shape = describe_summand(leaf, self._local_mesh).shape
         return jax.device_put(np.zeros(shape, leaf.dtype), NamedSharding(self._local_mesh, P()))
-
-    def _stack_shape(self, leaf: jax.Array) -> tuple[int, ...]:
-        first, *others = leaf.sharding.shard_shape(leaf.shape)
-        return self._width * first, *others
 
     def _to_local(self, leaf: jax.Array) -> jax.Array:
         if not leaf.is_fully_replicated:
@@ -119,10 +115,12 @@ class AccumulationLayout:
         return self._treedef.unflatten(map(self._check_and_localize, leaves, self._zeros))
 
     def _check_and_localize(self, leaf: jax.Array, zero: jax.Array) -> jax.Array:
-        if leaf.is_fully_addressable:
+        if leaf.is_fully_addressable and not is_in_shards(zero):
             return leaf
-        is_alike = is_in_shards(leaf) == is_in_shards(zero)
-        if is_alike and is_in_shards(leaf):
+        # The mesh of a replica may be on this host alone.
+        is_cut = not leaf.is_fully_replicated
+        is_alike = is_cut == is_in_shards(zero)
+        if is_alike and is_cut:
             # The boxes of this host's devices; a replica's mesh and that of all replicas are never equal.
             found, expected = (one.sharding.devices_indices_map(one.shape) for one in (leaf, zero))
             is_alike = all(found[device] == expected.get(device) for device in self._own)
@@ -271,6 +269,20 @@ class AccumulationLayout:
 
 def _run_alone(_: object, program: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - arrays
     return program(*arguments)  # its collectives run on their thread, or are loaded in a rehearsal
+
+
+def describe_summand(leaf: Any, local_mesh: Mesh) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - an array or its shape
+    """Return how a host of a replica adds up a leaf: whole, or the shards of its devices stacked.
+
+    Args:
+        leaf: has shape, dtype and sharding on the mesh of all replicas.
+        local_mesh: the host's devices in its replica, with the axis `LOCAL_AXIS`.
+    """
+    if leaf.sharding.is_fully_replicated:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(local_mesh, P()))
+    first, *others = leaf.sharding.shard_shape(leaf.shape)
+    where = NamedSharding(local_mesh, P(LOCAL_AXIS))
+    return jax.ShapeDtypeStruct((local_mesh.size * first, *others), leaf.dtype, sharding=where)
 
 
 def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -230,7 +230,9 @@ class MicrobatchAccumulator:
             if replica.is_on_one_host:
                 result = self._compute_fn(microbatch)
             else:  # its programs have collectives; what comes after them must need no other host
-                result = self._layout.to_local(self._run_together(replica, microbatch))
+                result = self._run_together(replica, microbatch)
+            if self._layout.has_shards or not replica.is_on_one_host:
+                result = self._layout.to_local(result)
         return self._corrupt(result, index)
 
     def _is_counted(self, replica: Replica) -> bool:

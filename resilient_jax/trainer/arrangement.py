@@ -1,5 +1,6 @@
-"""Which replicas compute the steps of a generation, and how their arrays are placed: as given, or as planned."""
+"""Which replicas compute the steps of a generation, how their arrays are placed, and the search for a plan of it."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -10,19 +11,18 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.errors import CallerError
-from resilient_jax.events import EventKind
+from resilient_jax.errors import CallerError, TooFewHosts
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import (
-    STAGE_PLAN_AXES,
+    HostUse,
     PlanConstraints,
     PlanRequest,
     constrain_to_hosts,
@@ -36,34 +36,23 @@ from resilient_jax.planning.unequal_search import make_host_axes_plan, search_ho
 from resilient_jax.program_analysis.program_analysis import analyze_program
 from resilient_jax.protocol.plan_records import ANY_NUMBER, PlanAxes, PlanConstants
 from resilient_jax.sharding.partition_specs import StatePartitioner
-from resilient_jax.sharding.placements import (
-    ParameterPlacement,
-    ParameterSpecs,
-    Placement,
-    ReplicatedPlacement,
-)
-from resilient_jax.step.assignment import DATA_AXIS, MeshAxes, ReplicaShape, count_devices_by_host
+from resilient_jax.sharding.placements import REPLICA_AXIS, ParameterPlacement, ParameterSpecs, Placement
+from resilient_jax.step.assignment import MeshAxes, ReplicaShape, count_devices_by_host
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import MESH_AXES, FitConfig
 from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.planner import allows_axes_by_host
-from resilient_jax.trainer.stage_axes import StageAxes, fit_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
 
 REPLICA_AXES: Final = tuple(map(Axis, MESH_AXES))
-FIRST_GENERATION: Final = 1
-"""The number of a job's first generation, in which hosts have all of their devices."""
 WHY_OFF: Final = "axes_by_host is off. Planner(axes_by_host=True) allows others"
 """Why hosts have the same axes where the planner does not allow others."""
 AnyPlan = Plan | UnequalPlan
 """One whose replicas are equal, or one of teams, of the hosts with each number of devices."""
-AXES_EQUAL: Final = "equal"
-AXES_UNEQUAL: Final = "unequal"
-"""Whether the replicas of a plan have the same axes on all hosts, in an event."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,127 +60,25 @@ class Arrangement:
     """How the steps of one generation are computed.
 
     Attributes:
-        placement: placement of parameters and sums on this host's devices.
+        placement: placement of parameters and sums on this host's devices; of `spans_hosts` on those of all replicas.
         plan: plan that the arrangement follows; None: without a planner.
+        spans_hosts: whether a replica is whole hosts, one or several, that share one copy of the state in shards.
     """
 
     replica_shape: ReplicaShape
     placement: Placement
     plan: AnyPlan | None = None
+    spans_hosts: bool = False
+
+    def on_mesh(self, mesh: Mesh) -> "Arrangement":
+        """Return the same arrangement with its arrays on a mesh of all replicas."""
+        return dataclasses.replace(self, placement=self.placement.with_mesh(mesh))
 
     @property
     def has_shards(self) -> bool:
         """Whether a plan's replicas have several devices here, each with a part of the state."""
         mesh = self.placement.mesh
-        return self.plan is not None and mesh.size > mesh.shape[Axis.REPLICA.value]
-
-
-class Arranger:
-    """Makes the arrangement of each generation of one `fit`.
-
-    Attributes:
-        plan_searcher: searcher of plans; None: without a planner.
-        why_equal_stages: why all hosts of a pipeline must have as many devices, in words; "": hosts may differ.
-    """
-
-    def __init__(self, config: FitConfig) -> None:
-        self._config = config
-        self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
-        self._last: AnyPlan | None = None
-        self._stage_plan: Plan | None = None
-        self.why_equal_stages = ""
-
-    def arrange(self, world: World, variables: Variables) -> Arrangement:
-        """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
-
-        Raises:
-            CallerError: no plan fits; a host is not in the topology.
-        """
-        if self._config.parallelism.pipeline is not None:
-            arrangement = self._arrange_stages(world)
-            if self._stage_plan is not None:
-                self._record_plan(world, self._stage_plan)
-            return arrangement
-        if self.plan_searcher is None:
-            return Arrangement(
-                replica_shape=self._config.parallelism.replica_shape,
-                placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)),
-            )
-        self.plan_searcher.calibrate(world.step_services.plan_constants)
-        self.plan_searcher.note_devices(world)
-        plan = self.plan_searcher.find_plan(world.hosts)
-        # A host that joins finds in its rehearsal which axes the others have now.
-        axes = () if world.is_rehearsal else world.step_services.plan_axes
-        if axes and list_plan_axes(plan) != axes:
-            # As the leader decided. With other devices than it knew of they may not fit: then on all hosts alike.
-            plan = self.plan_searcher.find_plan_with_axes(world.hosts, axes) or plan
-        self._record_plan(world, plan)
-        return self.plan_searcher.make_arrangement(plan, world.local_devices, variables)
-
-    def _arrange_stages(self, world: World) -> Arrangement:
-        counts = set(count_devices_by_host(world.devices))
-        found = {count: make_replica_axes(self._fit_stage_axes(world, count).sizes) for count in counts}
-        own = found[len(world.local_devices)]
-        sizes = tuple(size for _, size in own)
-        devices = np.array(world.local_devices[: math.prod(sizes)]).reshape(sizes)
-        shape = ReplicaShape(axes=own)
-        if len(found) > 1 or devices.size < len(world.local_devices):
-            shape = ReplicaShape(per_host="devices", axes_by_devices=tuple(sorted(found.items())))
-        return Arrangement(
-            replica_shape=shape,
-            placement=ReplicatedPlacement(Mesh(devices, tuple(name for name, _ in own))),
-        )
-
-    def fit_own_axes(self, world: World) -> StageAxes:
-        """Return the axes of the devices of this host of a pipeline: as given, as planned, or what it can have of them.
-
-        They are planned once, for all hosts of the topology, since the bits of a result depend on them.
-
-        Raises:
-            CallerError: no plan fits; this host has other devices than given or planned.
-        """
-        return self._fit_stage_axes(world, len(world.local_devices))
-
-    def _fit_stage_axes(self, world: World, num_devices: int) -> StageAxes:
-        pipeline = self._config.parallelism.pipeline
-        assert pipeline is not None
-        if self.plan_searcher is not None:
-            if self._stage_plan is None:
-                self._stage_plan = self.plan_searcher.find_stage_plan(pipeline.num_stages)
-            found = {axis.value: self._stage_plan.axis_sizes[axis] for axis in STAGE_PLAN_AXES}
-            pipeline = dataclasses.replace(pipeline, axis_sizes=found)
-        counts = dict(zip(world.hosts, count_devices_by_host(world.devices), strict=True))
-        is_fewer = num_devices < max(counts.values())
-        # Later, and in a job whose state was lost, all hosts may have lost as many.
-        is_first = world.is_fresh and world.generation <= FIRST_GENERATION
-        return fit_stage_axes(
-            pipeline,
-            num_devices,
-            next(host for host, count in counts.items() if count == num_devices),
-            num_examples=self._config.num_shared_examples,
-            can_reduce=not self.why_equal_stages and (is_fewer or not is_first),
-        )
-
-    def _record_plan(self, world: World, plan: AnyPlan) -> None:
-        if world.is_rehearsal:
-            return  # the host says which plan it has when it joins
-        last, self._last = self._last, plan
-        if last is None or last.shape != plan.shape:
-            world.record_event(
-                EventKind.PLAN_CHOSEN,
-                plan=plan.shape,
-                before=last.shape if last is not None else "",
-                axes=AXES_UNEQUAL if isinstance(plan, UnequalPlan) else AXES_EQUAL,
-                step_s=plan.step_time_s,
-                kept_step_s=self._estimate_kept_step_s(world, last),
-                reason=plan.reason,
-            )
-
-    def _estimate_kept_step_s(self, world: World, last: AnyPlan | None) -> float:
-        """Return the seconds of a step of these hosts with the axes of another plan; 0: there are none."""
-        if last is None or self.plan_searcher is None or last is self._stage_plan:
-            return 0.0
-        return self.plan_searcher.estimate_step_s(world.hosts, last)
+        return self.plan is not None and not self.spans_hosts and mesh.size > mesh.shape[Axis.REPLICA.value]
 
 
 class _PlanCache(NamedTuple):
@@ -223,9 +110,25 @@ class PlanSearcher:
         """Replaced as one, because threads of the generation before may still search."""
 
     @functools.cached_property
+    def spans_hosts(self) -> bool:
+        """Whether replicas are whole hosts, during the whole job; the same on all hosts."""
+        if self._planner.spans_hosts is not None:
+            return self._planner.spans_hosts
+        request = self._make_request(self._topology, self._planner.calibration)
+        try:
+            search_best(request, self._constrain(self._planner.axis_sizes, HostUse.INSIDE))
+        except NoFeasiblePlan:
+            return True
+        except PlanError:  # no axes are allowed: `find_plan` says so
+            return False
+        return False
+
+    @functools.cached_property
     def allows_axes_by_host(self) -> bool:
         """Whether hosts may have other axes, if the update allows it; the same on all hosts. Needs devices."""
-        return allows_axes_by_host(self._planner, self._topology, jax.default_backend())
+        return not self.spans_hosts and allows_axes_by_host(
+            self._planner, self._topology, jax.default_backend()
+        )
 
     def forbid_axes_by_host(self, why_mesh_bound: str) -> None:
         """Note for the plans from now on why the update needs equal axes; "": it does not."""
@@ -244,6 +147,7 @@ class PlanSearcher:
 
         Raises:
             CallerError: a host is not in the topology; no plan fits.
+            TooFewHosts: a plan would fit more hosts of the topology.
         """
         unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
         if unknown:
@@ -255,10 +159,28 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key, cache = tuple(counts.items()), self._cache
         if key not in cache.plans:
-            cache.plans[key] = self._search(
-                self._make_request(self._restrict_topology(counts), cache.calibration)
-            )
+            request = self._make_request(self._restrict_topology(counts), cache.calibration)
+            try:
+                cache.plans[key] = self._search(request)
+            except PlanError as error:
+                if self.spans_hosts:
+                    self._require_more(hosts, error)
+                raise
         return cache.plans[key]
+
+    def _require_more(self, hosts: tuple[HostName, ...], error: PlanError) -> None:
+        """Return if no plan would fit more hosts of the topology either.
+
+        Raises:
+            TooFewHosts: with fewer hosts the job waits.
+        """
+        absent = [host for host in self.all_hosts if host not in hosts]
+        for number in range(1, len(absent) + 1):
+            counts = self._count_devices((*hosts, *absent[:number]))
+            request = self._make_request(self._restrict_topology(counts), self._cache.calibration)
+            with contextlib.suppress(PlanError):
+                self._search(request)
+                raise TooFewHosts(f"{error}. Or start {number} more of its hosts", len(counts)) from error
 
     def estimate_step_s(self, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
         """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
@@ -271,7 +193,7 @@ class PlanSearcher:
         key, cache = (*counts.items(), axes), self._cache
         if key not in cache.plans_with_axes:
             request = self._make_request(self._restrict_topology(counts), cache.calibration)
-            by_devices = {number: _constrain(self._config, dict(sizes)) for number, sizes in axes}
+            by_devices = {number: self._constrain(dict(sizes)) for number, sizes in axes}
             cache.plans_with_axes[key] = _try_axes(request, by_devices)
         return cache.plans_with_axes[key]
 
@@ -302,9 +224,14 @@ class PlanSearcher:
         batch = self._config.global_batch
         return make_request(self.program_cost, topology, global_batch=batch, calibration=calibration)
 
+    def _constrain(self, axes: AxisSizes, host_use: HostUse | None = None) -> PlanConstraints:
+        """Return the constraints of this job's plans, or of plans that use hosts in another way."""
+        use = host_use or (HostUse.SPANNING if self.spans_hosts else HostUse.FILLED)
+        return constrain_to_hosts(axes, self._config.microbatch_size, self._config.num_shared_examples, use)
+
     def _search(self, request: PlanRequest) -> AnyPlan:
-        constraints = _constrain(self._config, self._planner.axis_sizes)
-        is_equal = len({host.devices for host in request.topology.hosts}) == 1
+        constraints = self._constrain(self._planner.axis_sizes)
+        is_equal = self.spans_hosts or len({host.devices for host in request.topology.hosts}) == 1
         try:
             equal = search_best(request, constraints)[0]
         except PlanError as error:
@@ -396,8 +323,11 @@ class PlanSearcher:
             self._found[host] = found
 
     def make_arrangement(self, plan: AnyPlan, devices: list[Device], variables: Variables) -> Arrangement:
-        """Return the arrangement that a plan gives a host with these devices."""
+        """Return the arrangement that a plan gives a host with these devices; of `spans_hosts` on an abstract mesh."""
         by_devices = _list_axes_by_devices(plan)
+        if self.spans_hosts:
+            assert isinstance(plan, Plan), "whole hosts have equal replicas"
+            return self._make_spanning(plan, by_devices[max(by_devices)], variables)
         sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
         axes = name_axes(sizes)
         width = math.prod(sizes.values())
@@ -418,6 +348,17 @@ class PlanSearcher:
             plan=plan,
         )
 
+    def _make_spanning(self, plan: Plan, sizes: dict[Axis, int], variables: Variables) -> Arrangement:
+        axes = name_axes(sizes)
+        width = max(host.devices for host in plan.request.topology.hosts)
+        mesh = AbstractMesh((plan.replicas, *sizes.values()), (REPLICA_AXIS, *(name for name, _ in axes)))
+        return Arrangement(
+            replica_shape=ReplicaShape(hosts=math.prod(sizes.values()) // width, axes=axes),
+            placement=ParameterPlacement(mesh, self._find_specs(sizes, variables)),
+            plan=plan,
+            spans_hosts=True,
+        )
+
     def _find_specs(self, sizes: dict[Axis, int], variables: Variables) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._specs:
@@ -436,10 +377,6 @@ def list_parameter_specs(partitioner: StatePartitioner, variables: Variables) ->
         (jax.tree_util.keystr(path[1:]), tuple(leaf.shape), spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     )
-
-
-def _constrain(config: FitConfig, axes: AxisSizes) -> PlanConstraints:
-    return constrain_to_hosts(axes, config.microbatch_size, config.num_shared_examples)
 
 
 def _list_axes_by_devices(plan: AnyPlan) -> dict[int, dict[Axis, int]]:

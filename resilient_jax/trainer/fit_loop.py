@@ -25,7 +25,8 @@ from resilient_jax.state.state_placement import place_initial_state
 from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_function
-from resilient_jax.trainer.arrangement import Arrangement, Arranger
+from resilient_jax.trainer.arrangement import Arrangement
+from resilient_jax.trainer.arranger import Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
@@ -37,7 +38,6 @@ from resilient_jax.trainer.host_checks import (
     require_equal_devices,
 )
 from resilient_jax.trainer.initial_variables import match_variables
-from resilient_jax.trainer.mesh_arranger import MeshArranger
 from resilient_jax.trainer.mesh_layout import MeshLayout
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
@@ -110,7 +110,6 @@ class FitLoop:
         self._data: Prefetcher | None = None
         self._programs: TrainStep | None = None
         self._arranger = Arranger(config)
-        self._mesh_arranger = MeshArranger(config) if config.parallelism.axes is not None else None
         self._compiler: SpeculativeCompiler | None = None
         self._compiled_meshes: set[MeshShape] = set()
         """Those for which the programs of a sharded state are in the compilation cache."""
@@ -182,8 +181,7 @@ class FitLoop:
         if self._programs is not None:
             require_equal_devices(world, self._arranger.why_equal_stages, is_first=False)
         programs = self._open(world)
-        arranger = self._mesh_arranger or self._arranger
-        arrangement = arranger.arrange(world, programs.abstract_state.variables)
+        arrangement = self._arranger.arrange(world, programs.abstract_state.variables)
         check_microbatch_size(world, self._config, arrangement.replica_shape)
         layout = self._make_layout(world, arrangement, programs)
         state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
@@ -258,7 +256,7 @@ class FitLoop:
     def _make_layout(self, world: World, arrangement: Arrangement, programs: TrainStep) -> StateLayout:
         if self._pipeline is not None:
             return PipelinedLayout(world, arrangement, self._pipeline)
-        if self._config.parallelism.axes is not None:
+        if arrangement.spans_hosts:
             return MeshLayout(world, arrangement)
         return make_state_layout(world, self._config.parallelism.state, arrangement, programs)
 
@@ -285,7 +283,8 @@ class FitLoop:
             self._pipeline = PipelinedSteps(
                 config, programs, self._data, axes, world.local_devices, self._arranger.why_equal_stages
             )
-        _warn_of_lost_model(world, config)
+        is_in_shards = config.parallelism.axes is not None or (searcher is not None and searcher.spans_hosts)
+        _warn_of_lost_model(world, config, is_in_shards=is_in_shards)
         if config.evaluation is not None:
             pipeline = self._pipeline
             self._evaluator = (
@@ -480,9 +479,9 @@ def _require_devices(arranger: Arranger, world: World, options: Pipeline, progra
     require_equal_devices(world, arranger.why_equal_stages, is_first=True)
 
 
-def _warn_of_lost_model(world: World, config: FitConfig) -> None:
-    pipeline, axes = config.parallelism.pipeline, config.parallelism.axes
-    is_lost = axes is not None or (pipeline is not None and not pipeline.gather_result)
+def _warn_of_lost_model(world: World, config: FitConfig, *, is_in_shards: bool) -> None:
+    pipeline = config.parallelism.pipeline
+    is_lost = is_in_shards or (pipeline is not None and not pipeline.gather_result)
     if world.host_index == 0 and is_lost and config.checkpoints is None:
         logger.warning(
             "found a job without checkpoints of which no host has the whole model: when training ends, the model is "

@@ -20,22 +20,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
-from resilient_jax.errors import CallerError
 from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement, make_zero
 from resilient_jax.state.flat_state import ShardingRule
-from resilient_jax.step import resharding
-from resilient_jax.step.assignment import ReplicaShape, locate_replicas
 from resilient_jax.step.host_grid import LiveHosts
 from resilient_jax.step.likely_worlds import list_likely_worlds
-from resilient_jax.step.replicas import make_replica_mesh
 from resilient_jax.step.resharding import replicate_over
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
 from resilient_jax.trainer.state_layout import InShards, MeshShape
+from resilient_jax.trainer.step_programs import compile_mesh_update, find_likely_replicas
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import (
     EarlyStoppingState,
@@ -173,42 +170,20 @@ class MeshLayout(InShards):
             return
         known.add(self._mesh.axis_sizes)  # compiled by the first step
         for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
-            live = LiveHosts.from_devices(devices, world.host_index)
             # Here, and not on the thread that compiles: the members may change while it does.
-            mesh = _make_likely_mesh(live, shape)
-            if mesh is not None and mesh.axis_sizes not in known:
+            replicas = find_likely_replicas(LiveHosts.from_devices(devices, world.host_index), shape)
+            if replicas is not None and replicas.mesh.axis_sizes not in known:
                 yield CompilationJob(
-                    f"state in shards on {mesh.devices.shape[0]} replicas",
-                    functools.partial(self._compile, programs, known, mesh),
+                    f"state in shards on {replicas.mesh.devices.shape[0]} replicas",
+                    functools.partial(self._compile, programs, known, replicas.mesh),
                 )
 
     def _compile(
         self, programs: TrainStep, known: set[MeshShape], mesh: Mesh, check: CancellationCheck
     ) -> bool:
-        placement, sums = self._placement.with_mesh(mesh), programs.abstract_sums
-        state, cut = resharding.abstract_shards(
-            (programs.abstract_state, (sums.gradients, sums.collections)), placement
-        )
-        check()
-        programs.update.lower(
-            state, cut, programs.abstract_summary, placement=placement.with_abstract_mesh()
-        ).compile()
+        compile_mesh_update(programs, self._placement.with_mesh(mesh), check)
         known.add(mesh.axis_sizes)
         return True
-
-
-def _make_likely_mesh(live: LiveHosts, shape: ReplicaShape) -> Mesh | None:
-    """Return the mesh of all replicas of hosts, with this one in a replica; None: too few hosts for one."""
-    by_host = list(live.devices_by_host)
-    try:
-        locations = locate_replicas(range(len(by_host)), shape, [len(devices) for devices in by_host])
-    except CallerError:
-        return None
-    if all(live.host_index not in location.host_indexes for location in locations):
-        # Left over among these, it is in a replica of others that are as many.
-        place = locations[0].host_indexes[0]
-        by_host[place], by_host[live.host_index] = by_host[live.host_index], by_host[place]
-    return make_replica_mesh(locations, by_host, shape)
 
 
 def _place(tree: Tree, placement: Placement) -> Tree:

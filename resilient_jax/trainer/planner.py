@@ -20,7 +20,8 @@ TESTED_PLATFORM: Final = "cpu"
 class Planner:
     """Searches the fastest plan for the live hosts in every generation of a `Trainer`.
 
-    Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact. Inside a host,
+    Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact, unless
+    `spans_hosts`. Inside a host,
     devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Hosts may have different
     numbers of devices, and fewer than in the topology: then a host has as many replicas as its devices allow, all with
     the same axes, or each number of devices has axes of its own where `axes_by_host` allows it and that is faster.
@@ -50,6 +51,9 @@ class Planner:
             all hosts and in every step. An optimizer of which equal bits cannot be had, such as Muon, keeps the axes
             equal. None: yes where hosts of the topology have unequal numbers of devices, on CPU; on other platforms
             equal bits were not tested.
+        spans_hosts: whether a replica is whole hosts, one or several, over which its copy of the state is in shards, as
+            with `Parallelism(axes=)`; the search chooses how many hosts, and the axes over their devices. None: where
+            no plan inside of hosts fits the memory of devices.
 
     Raises:
         CallerError: a value is of another type.
@@ -63,6 +67,7 @@ class Planner:
     calibrate: bool = True
     compile_ahead: bool = True
     axes_by_host: bool | None = None
+    spans_hosts: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

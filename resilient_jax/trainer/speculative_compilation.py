@@ -2,14 +2,8 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
-
-import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
@@ -19,17 +13,14 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import StepMeasurement
 from resilient_jax.planning.plan import Plan
-from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.accumulation_call import AccumulationCall
-from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
-from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.reduction import compile_read
-from resilient_jax.step.replicas import build_replicas
-from resilient_jax.step.running_total import compile_host_total, compile_totals
+from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.host_grid import LiveHosts
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher, has_axes_for, list_plan_axes
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.plan_calibration import PlanCalibrator, fit_job
 from resilient_jax.trainer.plan_forecast import PlanForecast, is_forecaster
+from resilient_jax.trainer.step_programs import compile_mesh_step, compile_step
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.worker.world import World
 
@@ -184,7 +175,12 @@ class SpeculativeCompiler:
             return
         devices, variables = world.local_devices, self._programs.abstract_state.variables
         then = self._planner.make_arrangement(kept, devices, variables)
-        if _make_key(then) != _make_key(best):
+        if _make_key(then) == _make_key(best):
+            return
+        if then.spans_hosts:
+            live = LiveHosts.from_devices(world.devices, world.host_index)
+            compile_mesh_step(self._programs, then, live, self._job, lambda: None)
+        else:
             compile_step(self._programs, then, devices, self._example, self._job, lambda: None)
 
     def _list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
@@ -215,8 +211,8 @@ class SpeculativeCompiler:
             if world.host not in hosts:
                 continue
             # Here, and not on the thread that compiles: the members may change while it does.
-            grid = _make_grid(world, hosts)
-            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction, grid)
+            live = _make_live(world, hosts)
+            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction, live)
             yield CompilationJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
@@ -225,7 +221,7 @@ class SpeculativeCompiler:
         hosts: tuple[HostName, ...],
         devices: list[Device],
         reduction: AccumulationCall,
-        grid: HostGrid | None,
+        live: LiveHosts | None,
         check: CancellationCheck,
     ) -> bool:
         """Compile for these hosts; return False if there was nothing to do."""
@@ -234,14 +230,23 @@ class SpeculativeCompiler:
         except CallerError:  # such a world is refused, with the reason, when it forms
             return False
         then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables)
-        has_compiled = False
-        if _make_key(then) not in known:
-            compile_step(self._programs, then, devices, self._example, self._job, check)
-            known.add(_make_key(then))
+        has_compiled, is_known = False, _make_key(then) in known
+        if then.spans_hosts:
+            if (
+                live is None
+                or is_known
+                or not compile_mesh_step(self._programs, then, live, self._job, check)
+            ):
+                return False
             has_compiled = True
-        if grid is not None and (then.replica_shape, grid.mesh.devices.shape) not in known:
-            has_compiled |= reduction.compile_for_grid(grid, then.replica_shape, check)
-            known.add((then.replica_shape, grid.mesh.devices.shape))
+        elif not is_known:
+            compile_step(self._programs, then, devices, self._example, self._job, check)
+            has_compiled = True
+        known.add(_make_key(then))
+        size = live.grid.mesh.devices.shape if live is not None and not then.spans_hosts else None
+        if live is not None and size is not None and (then.replica_shape, size) not in known:
+            has_compiled |= reduction.compile_for_grid(live.grid, then.replica_shape, check)
+            known.add((then.replica_shape, size))
         if has_compiled:
             self._report_forecast()
         return has_compiled
@@ -270,67 +275,15 @@ def list_likely_hosts(
         yield tuple(host for host in hosts if host not in pair)
 
 
-def _make_grid(world: World, hosts: Sequence[HostName]) -> HostGrid | None:
-    """Return the grid of these hosts, of which at most one is not in the world; None: its devices are unknown."""
+def _make_live(world: World, hosts: Sequence[HostName]) -> LiveHosts | None:
+    """Return these hosts, of which at most one is not in the world; None: its devices are unknown."""
     devices = [device for device in world.devices if world.host_of_device(device) in hosts]
     if not set(hosts) <= set(world.hosts):
         spare = world.spare_devices
         if not spare:
             return None
         devices += [device for device in spare if device.process_index == spare[0].process_index]
-    return HostGrid(devices, world.host_index)
-
-
-def compile_step(
-    programs: TrainStep,
-    arrangement: Arrangement,
-    devices: list[Device],
-    example: Tree,
-    spec: AccumulationSpec,
-    check: CancellationCheck,
-) -> None:
-    """Lower and compile the programs that a step of an arrangement runs on this host's devices."""
-    shape, placement = arrangement.replica_shape.for_host(len(devices)), arrangement.placement
-    # Of this host alone: a planned replica is inside a host, and its programs depend on no other.
-    count, width = shape.divide_host(len(devices), math.prod(size for _, size in shape.axes))
-    seats = [ReplicaLocation((0,), slot, width) for slot in range(count)]
-    for replica in build_replicas(seats, [devices], 0, shape).values():
-        check()
-        there = placement.with_mesh(replica.mesh)
-        rows = NamedSharding(replica.mesh, P(replica.mesh.axis_names[0]))
-        programs.compute.lower(
-            _shapes(programs.abstract_state.variables, there),
-            jax.tree.map(lambda leaf, to=rows: _shape(leaf, to), example),
-            np.zeros(2, np.uint32),
-            placement=there.with_abstract_mesh(),
-        ).compile()
-        compile_totals(spec, _shapes(programs.abstract_sums, there), check)
-    sums = _shapes(programs.abstract_sums, placement)
-    compile_host_total(spec, sums, check, has_several=len(seats) > 1)
-    check()
-    compile_read(spec, sums)
-    check()
-    measure = programs.summarize.lower(sums).compile()
-    summary, _ = jax.tree.map(
-        _shape, jax.eval_shape(programs.summarize, programs.abstract_sums), measure.output_shardings
-    )
-    check()
-    programs.update.lower(
-        _shapes(programs.abstract_state, placement),
-        (sums.gradients, sums.collections),
-        summary,
-        placement=placement.with_abstract_mesh(),
-    ).compile()
-
-
-def _shapes(tree: Tree, placement: Placement) -> Tree:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _shape(leaf, placement(jax.tree_util.keystr(path), leaf)), tree
-    )
-
-
-def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - any array, any sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return LiveHosts.from_devices(devices, world.host_index)
 
 
 def _make_key(arrangement: Arrangement) -> Key:

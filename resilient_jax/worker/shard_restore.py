@@ -101,14 +101,14 @@ class ShardRestore:
         return self._generation.state.part_holders
 
     def _list_units(self, abstract: object, sharding: ShardingRule | None) -> tuple[int, ...]:
-        """Return the units that this host lacks: that of its rank, or all where ranks are others than before."""
+        """Return the units that this host lacks: that of its rank, or all where shards are cut in another way."""
         specs = list_leaf_specs(abstract)
         matched = match_tree(
             abstract, specs, flatten_strings(abstract), sharding, source="init", expected="the same"
         )
         part = find_part(leaf.sharding for leaf in matched.leaves if leaf.sharding is not None)
         before = self._holders[0].part
-        if part is None or (part.kind, part.num_units) != (before.kind, before.num_units):
+        if part is None or not part.has_units_of(before):
             return tuple(range(before.num_units))
         if not part.runs:
             return (0,)  # a host that is left over learns from its holders what is no array
