@@ -51,11 +51,13 @@ def explain_infeasibility(space: SearchSpace) -> PlanError:
 
 def _explain_no_axes(space: SearchSpace) -> PlanError:
     request = space.cost_model.request
+    spans = space.constraints.host_use is HostUse.SPANNING
+    fitting = "multiply to the devices of one host or several" if spans else "divide the devices of a host"
     counts = " or ".join(map(str, sorted({host.devices for host in request.topology.hosts})))
     return PlanError(
         f"{request.program_cost.name}: found no axes for the {counts} devices of a host of {request.topology.name}, "
         f"with {', '.join(_named(space.constraints)) or 'none given'} and a global batch of {request.global_batch}. "
-        f"Expected given sizes that divide the devices of a host, an fsdp that divides {space.shared_examples}, as "
+        f"Expected given sizes that {fitting}, an fsdp that divides {space.shared_examples}, as "
         "microbatches of training and evaluation allow, and a microbatch for each replica. Change the microbatches or "
         "the given axes"
     )

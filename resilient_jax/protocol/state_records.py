@@ -102,7 +102,7 @@ class StatePart(msgspec.Struct, frozen=True):
         runs: the units that the worker has, as ranges (first, end), ascending.
         num_units: units of the state; the same on every host.
         kind: what they are; the same on every host.
-        axes: of units by rank: names and sizes of the axes of a replica's mesh, by which its shards are cut.
+        axes: names and sizes of the axes of a replica's mesh, where units are ranks: these cut the shards.
         generation: generation in which this worker had the part last.
         losses: from the first three members: what the loss of each host of that generation, or of two, would make of
             the pipeline.

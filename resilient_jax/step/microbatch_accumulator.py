@@ -227,10 +227,9 @@ class MicrobatchAccumulator:
             self.inputs.append(MicrobatchInput(waited_s, self._data.lengths(step, index)))
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._turns.take(self._spec.name, replica), worker_activity.task(WorkerTask.COMPUTE):
-            if replica.is_on_one_host:
-                result = self._compute_fn(microbatch)
-            else:  # its programs have collectives; what comes after them must need no other host
-                result = self._run_together(replica, microbatch)
+            # Programs over hosts have collectives; what comes after them must need no other host.
+            compute = self._compute_fn if replica.is_on_one_host else self._run_together
+            result = compute(microbatch)
             if self._layout.has_shards or not replica.is_on_one_host:
                 result = self._layout.to_local(result)
         return self._corrupt(result, index)
@@ -239,13 +238,13 @@ class MicrobatchAccumulator:
         """Return whether this host, of those of the replica, brings the replica's total into the sum."""
         return replica.rank == 0 or self._layout.has_shards
 
-    def _run_together(self, replica: Replica, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
+    def _run_together(self, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         if self.partners is None:
             # In a rehearsal a program that can be told from its arguments is loaded.
             bind = getattr(self._compute_fn, "bind", None)
             program, *arguments = (self._compute_fn, microbatch) if bind is None else bind(microbatch)
             return collective_thread.run(program, *arguments)
-        return self.partners.run(replica, self._compute_fn, microbatch)
+        return self.partners.run(microbatch.replica, self._compute_fn, microbatch)
 
     def _corrupt(self, result: Tree, index: int) -> Tree:
         """Return what was computed, or what a test makes of it."""

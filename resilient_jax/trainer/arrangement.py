@@ -19,7 +19,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.axes import Axis, AxisSizes
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_request import (
     HostUse,
@@ -115,13 +115,13 @@ class PlanSearcher:
         if self._planner.spans_hosts is not None:
             return self._planner.spans_hosts
         request = self._make_request(self._topology, self._planner.calibration)
-        try:
-            search_best(request, self._constrain(self._planner.axis_sizes, HostUse.INSIDE))
-        except NoFeasiblePlan:
-            return True
-        except PlanError:  # no axes are allowed: `find_plan` says so
-            return False
-        return False
+        inside, spanning = (
+            _has_plan(request, self._constrain(self._planner.axis_sizes, use))
+            for use in (HostUse.INSIDE, HostUse.SPANNING)
+        )
+        # Hosts that differ have teams with other axes, or an error that says why not.
+        is_equal = len({host.devices for host in self._topology.hosts}) == 1
+        return is_equal and spanning and not inside
 
     @functools.cached_property
     def allows_axes_by_host(self) -> bool:
@@ -159,7 +159,7 @@ class PlanSearcher:
         counts = self._count_devices(hosts)
         key, cache = tuple(counts.items()), self._cache
         if key not in cache.plans:
-            request = self._make_request(self._restrict_topology(counts), cache.calibration)
+            request = self._make_request(_restrict_topology(self._topology, counts), cache.calibration)
             try:
                 cache.plans[key] = self._search(request)
             except PlanError as error:
@@ -177,22 +177,17 @@ class PlanSearcher:
         absent = [host for host in self.all_hosts if host not in hosts]
         for number in range(1, len(absent) + 1):
             counts = self._count_devices((*hosts, *absent[:number]))
-            request = self._make_request(self._restrict_topology(counts), self._cache.calibration)
+            request = self._make_request(_restrict_topology(self._topology, counts), self._cache.calibration)
             with contextlib.suppress(PlanError):
                 self._search(request)
                 raise TooFewHosts(f"{error}. Or start {number} more of its hosts", len(counts)) from error
-
-    def estimate_step_s(self, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
-        """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
-        found = self.find_plan_with_axes(hosts, list_plan_axes(plan))
-        return found.step_time_s if found is not None else 0.0
 
     def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> AnyPlan | None:
         """Return the plan for these hosts whose replicas have such axes; None: none fits."""
         counts = self._count_devices(hosts)
         key, cache = (*counts.items(), axes), self._cache
         if key not in cache.plans_with_axes:
-            request = self._make_request(self._restrict_topology(counts), cache.calibration)
+            request = self._make_request(_restrict_topology(self._topology, counts), cache.calibration)
             by_devices = {number: self._constrain(dict(sizes)) for number, sizes in axes}
             cache.plans_with_axes[key] = _try_axes(request, by_devices)
         return cache.plans_with_axes[key]
@@ -248,17 +243,6 @@ class PlanSearcher:
             reason = f"All hosts have the same axes: {self.why_equal}."
             return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
         return search_host_axes_plan(request, constraints, equal_step_s=equal.step_time_s) or equal
-
-    def _restrict_topology(self, counts: Mapping[HostName, int]) -> Topology:
-        """Return the topology of these hosts with these numbers of devices."""
-        absent = [host.name for host in self._topology.hosts if host.name not in counts]
-        # Which of a host's devices are missing makes no difference to a plan.
-        missing = [
-            f"{host}/{device}"
-            for host, count in counts.items()
-            for device in self._topology.host(host).living_devices[count:]
-        ]
-        return self._topology.without(*absent, *missing) if absent or missing else self._topology
 
     def find_stage_plan(self, num_stages: int) -> Plan:
         """Return the best plan of pipelines with so many stages, each on a host, for all hosts of the topology.
@@ -327,7 +311,8 @@ class PlanSearcher:
         by_devices = _list_axes_by_devices(plan)
         if self.spans_hosts:
             assert isinstance(plan, Plan), "whole hosts have equal replicas"
-            return self._make_spanning(plan, by_devices[max(by_devices)], variables)
+            sizes = by_devices[max(by_devices)]
+            return _span_hosts(plan, sizes, self._find_specs(sizes, variables))
         sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
         axes = name_axes(sizes)
         width = math.prod(sizes.values())
@@ -348,23 +333,51 @@ class PlanSearcher:
             plan=plan,
         )
 
-    def _make_spanning(self, plan: Plan, sizes: dict[Axis, int], variables: Variables) -> Arrangement:
-        axes = name_axes(sizes)
-        width = max(host.devices for host in plan.request.topology.hosts)
-        mesh = AbstractMesh((plan.replicas, *sizes.values()), (REPLICA_AXIS, *(name for name, _ in axes)))
-        return Arrangement(
-            replica_shape=ReplicaShape(hosts=math.prod(sizes.values()) // width, axes=axes),
-            placement=ParameterPlacement(mesh, self._find_specs(sizes, variables)),
-            plan=plan,
-            spans_hosts=True,
-        )
-
     def _find_specs(self, sizes: dict[Axis, int], variables: Variables) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._specs:
             partitioner = StatePartitioner(self.program_cost.tensors, sizes, self._planner.logical_axis_rules)
             self._specs[key] = list_parameter_specs(partitioner, variables)
         return self._specs[key]
+
+
+def _restrict_topology(topology: Topology, counts: Mapping[HostName, int]) -> Topology:
+    """Return the topology of these hosts with these numbers of devices."""
+    absent = [host.name for host in topology.hosts if host.name not in counts]
+    # Which of a host's devices are missing makes no difference to a plan.
+    missing = [
+        f"{host}/{device}"
+        for host, count in counts.items()
+        for device in topology.host(host).living_devices[count:]
+    ]
+    return topology.without(*absent, *missing) if absent or missing else topology
+
+
+def estimate_step_s(searcher: PlanSearcher, hosts: tuple[HostName, ...], plan: AnyPlan) -> float:
+    """Return the seconds of a step of these hosts with the axes of a plan for others; 0: no such plan fits."""
+    found = searcher.find_plan_with_axes(hosts, list_plan_axes(plan))
+    return found.step_time_s if found is not None else 0.0
+
+
+def _has_plan(request: PlanRequest, constraints: PlanConstraints) -> bool:
+    try:
+        search_best(request, constraints)
+    except PlanError:
+        return False
+    return True
+
+
+def _span_hosts(plan: Plan, sizes: dict[Axis, int], specs: ParameterSpecs) -> Arrangement:
+    """Return the arrangement of replicas that are whole hosts, on an abstract mesh of all replicas."""
+    axes = name_axes(sizes)
+    width = max(host.devices for host in plan.request.topology.hosts)
+    mesh = AbstractMesh((plan.replicas, *sizes.values()), (REPLICA_AXIS, *(name for name, _ in axes)))
+    return Arrangement(
+        replica_shape=ReplicaShape(hosts=math.prod(sizes.values()) // width, axes=axes),
+        placement=ParameterPlacement(mesh, specs),
+        plan=plan,
+        spans_hosts=True,
+    )
 
 
 def list_parameter_specs(partitioner: StatePartitioner, variables: Variables) -> ParameterSpecs:

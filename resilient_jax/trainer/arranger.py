@@ -28,6 +28,7 @@ from resilient_jax.trainer.arrangement import (
     AnyPlan,
     Arrangement,
     PlanSearcher,
+    estimate_step_s,
     list_parameter_specs,
     list_plan_axes,
     name_axes,
@@ -186,7 +187,7 @@ class Arranger:
         """Return the seconds of a step of these hosts with the axes of another plan; 0: there are none."""
         if last is None or self.plan_searcher is None or last is self._stage_plan:
             return 0.0
-        return self.plan_searcher.estimate_step_s(world.hosts, last)
+        return estimate_step_s(self.plan_searcher, world.hosts, last)
 
 
 def _check_names(tensors: Sequence[StateTensor], sizes: Mapping[Axis, int]) -> None:

@@ -23,7 +23,6 @@ from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJo
 from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
-from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement, make_zero
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.step.host_grid import LiveHosts
@@ -31,6 +30,7 @@ from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.step.resharding import replicate_over
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_result import TrainedModel
+from resilient_jax.trainer.sharded_norm import add_squares
 from resilient_jax.trainer.state_layout import InShards, MeshShape
 from resilient_jax.trainer.step_programs import compile_mesh_update, find_likely_replicas
 from resilient_jax.trainer.train_step import TrainStep
@@ -119,28 +119,12 @@ class MeshLayout(InShards):
     def summarize(self, programs: TrainStep, sums: MicrobatchSums) -> tuple[StepSummary, dict[str, Any]]:
         """Return the summary and the metrics, the same on all hosts: the norm is of squares that all add up."""
         # By the exchange, whose programs are compiled ahead for other numbers of hosts.
-        squares = math.fsum(self._exchange.gather(self._add_squares(sums.gradients)))
+        own = add_squares(self._mesh, jax.tree.leaves(sums.gradients))
+        squares = math.fsum(self._exchange.gather(own))
         norm = np.float32(math.sqrt(squares))
         summary, metrics = programs.summarize(sums._replace(gradients=(norm,)))
         # On no device: the update, on all devices of the mesh, takes numbers as they are.
         return jax.tree.map(np.asarray, summary), metrics
-
-    def _add_squares(self, gradients: Any) -> float:  # noqa: ANN401 - a tree
-        """Return the sum of the squares that this host is to add up: each element of the first replica once."""
-        by_device: dict[Device, list[jax.Array]] = {}
-        first = list(self._mesh.devices[0].flat)
-        for leaf in jax.tree.leaves(gradients):
-            if not leaf.sharding.is_fully_replicated:
-                boxes = leaf.sharding.devices_indices_map(leaf.shape)
-                owners = {str(boxes[device]): device for device in reversed(first)}
-                counted = set(owners.values())
-            else:
-                counted = {first[0]}
-            for shard in leaf.addressable_shards:
-                if shard.device in counted:
-                    by_device.setdefault(shard.device, []).append(shard.data)
-        found = [_sum_squares(arrays) for arrays in by_device.values()]
-        return math.fsum(float(squares) for squares in found)
 
     def shard(self, tree: Tree) -> Tree:
         """Return leaves on the mesh, and those that every host has replicated over it."""
@@ -191,11 +175,6 @@ def _place(tree: Tree, placement: Placement) -> Tree:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: placement(jax.tree_util.keystr(path), leaf), tree
     )
-
-
-@jax.jit
-def _sum_squares(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.float32))) for array in arrays]).sum()
 
 
 def _have_nothing(leaf: Any, sharding: NamedSharding) -> jax.Array:  # noqa: ANN401 - an array or its shape

@@ -18,7 +18,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
-from resilient_jax.trainer.arrangement import AnyPlan, PlanSearcher, list_plan_axes
+from resilient_jax.trainer.arrangement import AnyPlan, PlanSearcher, estimate_step_s, list_plan_axes
 from resilient_jax.worker.world import World
 
 LEAST_COMPILE_S: Final = 1.0
@@ -152,7 +152,7 @@ class PlanForecast:
         except CallerError:  # such a world is refused, with the reason, when it forms
             return None
         # v = t_now / t_then: a step has the same examples.
-        kept_s = self._searcher.estimate_step_s(hosts, self._plan)
+        kept_s = estimate_step_s(self._searcher, hosts, self._plan)
         change = PlanChange(
             groups=groups,
             kept=self._plan.step_time_s / kept_s if kept_s else 0.0,

@@ -28,6 +28,7 @@ from resilient_jax.step.reduction import compile_read
 from resilient_jax.step.replicas import Replica, build_replicas, make_replica_mesh
 from resilient_jax.step.running_total import compile_host_total, compile_totals
 from resilient_jax.trainer.arrangement import Arrangement
+from resilient_jax.trainer.sharded_norm import compile_squares
 from resilient_jax.trainer.train_step import TrainStep
 
 Tree = Any
@@ -38,7 +39,7 @@ class LikelyReplicas(NamedTuple):
     """The replicas of hosts that are likely next, with this host in one of them.
 
     Attributes:
-        mesh: that of all replicas.
+        mesh: all replicas, the outermost axis, with the axes of each.
         own: the replica of this host.
     """
 
@@ -101,6 +102,8 @@ def compile_mesh_step(
         shards=parts[False],
     )
     call.compile_for_grid(live.grid, shape, check)
+    check()
+    compile_squares(replicas.mesh, jax.tree.leaves(sums.gradients), own_devices[0])
     compile_mesh_update(programs, placement, check)
     return True
 

@@ -13,6 +13,7 @@ from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.cluster.standby_schedule import SETTLING_S
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import Event, EventKind
+from resilient_jax.local_job.recovery import newest_step, wait_training
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
 from resilient_jax.step.data_sample import COMPARISON_INTERVAL_STEPS
 from resilient_jax.trainer.plan_calibration import FITTED_AFTER
@@ -42,14 +43,16 @@ MANY_STEPS = 100_000
 """More steps than any test waits for; the end of the test kills the job."""
 
 
-def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cold=False, config=CONFIG):
+def launch(
+    work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS, cold=False, config=CONFIG, options=()
+):
     work.mkdir(exist_ok=True)
     (work / "job.toml").write_text(config)
     return PatientJob(
         [str(JOB), str(topology), str(steps), *words],
         num_hosts=hosts,
         run_directory=work / "run",
-        options=["--config", str(work / "job.toml"), "--devices-per-host", str(devices)],
+        options=["--config", str(work / "job.toml"), "--devices-per-host", str(devices), *options],
         environment=make_environment(cold=cold),
     )
 
@@ -76,16 +79,16 @@ def ending(job):
     return words[0], float(words[2])
 
 
-def run_and_kill(work, *words, victim="host-1"):
+def run_and_kill(work, *words, victim="host-1", topology=TOPOLOGY):
     """Kill a worker in the reduction of step 3, when the programs of the best plan without it are ready.
 
     They are compiled for the first loss that each host thinks of: the plan is the same after any. Then the sums.
 
     Returns:
-        The plans of another host, and the ending.
+        The plans of another host, the ending, and all events.
     """
     survivors = [f"host-{index}" for index in range(4) if f"host-{index}" != victim]
-    with launch(work, *words, cold=True) as job:
+    with launch(work, *words, cold=True, topology=topology) as job:
         job.hold(FailPoint.BEFORE_REDUCE, [victim], 3)
         job.wait_held([victim], DEADLINE_S)
         wait_compiled_ahead(job, survivors, [OVER_THREE], DEADLINE_S)
@@ -102,11 +105,11 @@ def run_and_kill(work, *words, victim="host-1"):
     later = [e for e in events if e.monotonic_s > killed_s and e.host in survivors]
     compiled = {e.host: e.detail["compiled"] for e in later if e.kind is EventKind.PROGRAMS_READY}
     assert compiled == dict.fromkeys(survivors, 0), "all was ready"
-    return found
+    return *found, events
 
 
-def run_undisturbed(work, *words):
-    with launch(work, *words) as job:
+def run_undisturbed(work, *words, topology=TOPOLOGY):
+    with launch(work, *words, topology=topology) as job:
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
         return plans_of(job, "host-0"), ending(job)
 
@@ -118,7 +121,7 @@ def test_when_a_host_dies_the_axes_change_nothing_is_compiled_and_training_reach
     assert OrbaxStore(checkpoints, 2).find_newest_step() == STEPS, (
         "a state that is split over a host's devices is saved"
     )
-    plans, (_, loss) = run_and_kill(tmp_path / "killed")
+    plans, (_, loss), _ = run_and_kill(tmp_path / "killed")
     # Before three hosts train there may be two: a survivor that gloo keeps waiting is left out and comes back.
     assert plans[0] == "replica 4 x fsdp 2"
     assert "replica 6" in plans
@@ -126,11 +129,71 @@ def test_when_a_host_dies_the_axes_change_nothing_is_compiled_and_training_reach
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
+NOBODY_COMES_BACK = ("--host-restart-delay", "-1")
+LARGE_WORDS = ("--named", "--width", "240", "--rows", "192")
+TIGHT_MEMORY = {"memory_bytes = 3.16e9": "memory_bytes = 74.5e6"}
+"""Too little for the model of `LARGE_WORDS` on the devices of one host."""
+
+
+def test_when_a_host_dies_a_mesh_over_hosts_is_planned_anew_and_its_shards_come_from_live_holders(tmp_path):
+    topology = write_topology(tmp_path / "mesh.toml", TIGHT_MEMORY)
+    plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed", *LARGE_WORDS, topology=topology)
+    assert plans == ["replica 2 x fsdp 4"]
+    plans, (_, loss), events = run_and_kill(tmp_path / "killed", *LARGE_WORDS, topology=topology)
+    assert plans[0] == "replica 2 x fsdp 4"
+    assert "fsdp 6" in plans, "three hosts are one replica"
+    # Other axes, other orders of addition: equal within rounding.
+    assert loss == pytest.approx(expected, rel=1e-4)
+    kinds = {event.kind for event in events}
+    assert EventKind.STATE_FETCHED in kinds
+    assert EventKind.SNAPSHOT_RESTORED not in kinds
+
+
+@pytest.mark.full  # its parts are in the test above, and in test_mesh
+def test_a_mesh_over_hosts_follows_each_loss_down_to_too_few_hosts_which_wait_for_others(tmp_path):
+    topology = write_topology(tmp_path / "mesh.toml", TIGHT_MEMORY)
+    words = [*LARGE_WORDS, "--microbatches", "6"]
+    work = tmp_path / "job"
+    with (
+        launch(work, *words, topology=topology, steps=MANY_STEPS, options=NOBODY_COMES_BACK) as job,
+        contextlib.ExitStack() as ending,
+    ):
+        hosts = [f"host-{index}" for index in range(4)]
+        wait_training(job, hosts, STEPS, DEADLINE_S)
+        for plan in ("fsdp 6", "fsdp 4"):
+            job.kill(JobComponent.AGENT, hosts.pop())
+            report = wait_training(job, hosts, STEPS, DEADLINE_S)
+            assert plans_of(job, "host-0")[-1] == plan
+        committed, restores = newest_step(report), list_restores(job)
+        job.kill(JobComponent.AGENT, hosts.pop())
+        job.wait_report(
+            "host-0 waits",
+            lambda report: report.generation is not None and report.generation.record.least_hosts == 2,
+            DEADLINE_S,
+        )
+        command = [str(JOB), str(topology), str(MANY_STEPS), *words]
+        ending.enter_context(
+            start_joining_agent(
+                job, tmp_path / "joined", "host-2", command, ["--config", str(work / "job.toml")]
+            )
+        )
+        wait_training(job, ["host-0", "host-2"], STEPS, DEADLINE_S)
+        after = list_restores(job)[len(restores) :]
+        assert after, "of half of the shards only parity was left"
+        assert min(after) >= committed, "what hosts had said to be done is not done again"
+
+
+def list_restores(job):
+    """Return the steps of the snapshots that hosts have gone on from, in order."""
+    events = sorted(job.read_events(), key=lambda event: event.monotonic_s)
+    return [int(event.detail["step"]) for event in events if event.kind is EventKind.SNAPSHOT_RESTORED]
+
+
 @pytest.mark.full  # a part of what follows when a host dies
 def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
     plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
     assert plans == ["replica 4 x tensor 2"]
-    plans, found = run_and_kill(tmp_path / "killed", "--named")
+    plans, found, _ = run_and_kill(tmp_path / "killed", "--named")
     assert plans[0] == "replica 4 x tensor 2"
     assert "replica 3 x tensor 2" in plans
     assert found == expected
@@ -285,7 +348,7 @@ def wait_estimated(job, generation, hosts):
 @pytest.mark.full  # host-1 is above
 @pytest.mark.parametrize("victim", ["host-0", "host-2", "host-3"])
 def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
-    plans, _ = run_and_kill(tmp_path, victim=victim)
+    plans, *_ = run_and_kill(tmp_path, victim=victim)
     assert "replica 6" in plans
 
 

@@ -39,7 +39,7 @@ from resilient_jax.sharding.stage_sharding import (
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 from resilient_jax.step.assignment import ReplicaShape
-from resilient_jax.trainer.arrangement import Arranger
+from resilient_jax.trainer.arranger import Arranger
 from resilient_jax.trainer.fit_config import Parallelism
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.stage_axes import (

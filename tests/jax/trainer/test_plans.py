@@ -14,15 +14,16 @@ import optax
 import pytest
 
 import resilient_jax as rj
+from resilient_jax.errors import TooFewHosts
 from resilient_jax.ids import HostName
-from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.topology import NumberFormat, Peak
 from resilient_jax.trainer import plan_forecast, speculative_compilation
-from resilient_jax.trainer.arrangement import PlanSearcher, list_plan_axes
+from resilient_jax.trainer.arrangement import PlanSearcher, estimate_step_s, list_plan_axes
 from resilient_jax.trainer.plan_forecast import PlanForecast, list_likely_groups
 from resilient_jax.trainer.planner import allows_axes_by_host
 from tests.support.plan_topologies import cluster, small_profile, tight_bytes
@@ -115,6 +116,56 @@ def test_a_plan_divides_the_microbatches_of_an_evaluation():
     assert [team.plan.layout.axes.fsdp for team in plan.teams][-1] == 3
 
 
+def test_replicas_span_hosts_where_none_inside_of_a_host_fits_or_where_asked():
+    tight, ample = (hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, part)) for part in (0.9, 10))
+    for topology, asked, expected in ((tight, None, True), (ample, None, False), (ample, True, True)):
+        searcher = make_searcher(topology, spans_hosts=asked)
+        assert searcher.spans_hosts is expected
+        plan = searcher.find_plan(searcher.all_hosts)
+        assert isinstance(plan, Plan)
+        assert (plan.layout.axes_in_host.devices == 2) or not expected
+        if expected:
+            assert not searcher.allows_axes_by_host
+    assert make_searcher(ample, axis_sizes={"fsdp": 4}).spans_hosts, "these are more than a host has"
+    with pytest.raises(NoFeasiblePlan):
+        find_plan(tight, spans_hosts=False)
+    # What is wrong for another reason is not put on more hosts.
+    with pytest.raises(PlanError, match="axis fsdp: found 5"):
+        find_plan(ample, axis_sizes={"fsdp": 5})
+
+
+def test_a_job_whose_hosts_are_too_few_for_any_plan_waits_for_as_many_as_one_needs():
+    topology = hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.9))
+    searcher = make_searcher(topology)
+    with pytest.raises(TooFewHosts, match="Or start 1 more of its hosts") as few:
+        searcher.find_plan(searcher.all_hosts[-1:])
+    assert few.value.needed == 2
+    nowhere = make_searcher(hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.1)))
+    with pytest.raises(NoFeasiblePlan):
+        nowhere.find_plan(nowhere.all_hosts[:2])
+
+
+def test_the_arrangement_of_a_plan_of_whole_hosts_is_that_of_given_axes(monkeypatch):
+    topology = hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.9))
+    searcher = make_searcher(topology, axis_sizes={"fsdp": 4})
+    plan = searcher.find_plan(searcher.all_hosts)
+    assert isinstance(plan, Plan)
+    monkeypatch.setattr(searcher, "_find_specs", lambda sizes, variables: ())
+    variables: Any = None
+    found = searcher.make_arrangement(plan, [], variables)
+    assert found.spans_hosts
+    assert not found.has_shards
+    assert found.replica_shape == rj.ReplicaShape(hosts=2, axes=(("fsdp", 4), ("expert", 1), ("tensor", 1)))
+    mesh = found.placement.mesh
+    assert dict(mesh.shape) == {"replica": 2, "fsdp": 4, "expert": 1, "tensor": 1}
+    axes = list_plan_axes(plan)
+    for hosts, replicas in ((searcher.all_hosts[:3], 1), (searcher.all_hosts[:2], 1)):
+        kept = searcher.find_plan_with_axes(hosts, axes)
+        assert isinstance(kept, Plan)
+        assert (kept.replicas, kept.layout.axes) == (replicas, plan.layout.axes)
+    assert searcher.find_plan_with_axes(searcher.all_hosts[:1], axes) is None
+
+
 SLOW = (("matrix_efficiency", 0.01),)
 
 
@@ -125,7 +176,7 @@ def test_plans_are_searched_by_the_constants_of_the_generation():
     searcher.calibrate(SLOW)
     slow = searcher.find_plan(hosts)
     assert slow.step_time_s > 10 * given.step_time_s
-    assert searcher.estimate_step_s(hosts, slow) == pytest.approx(slow.step_time_s)
+    assert estimate_step_s(searcher, hosts, slow) == pytest.approx(slow.step_time_s)
     searcher.calibrate(())
     assert searcher.find_plan(hosts) == given
 
@@ -263,7 +314,9 @@ def test_a_host_that_joins_compiles_for_the_axes_that_the_others_have_where_they
     placement = SimpleNamespace(with_abstract_mesh=lambda: "of two devices")
 
     def arrange(plan, *_) -> Any:
-        return SimpleNamespace(replica_shape=list_plan_axes(plan), placement=placement, plan=plan)
+        return SimpleNamespace(
+            replica_shape=list_plan_axes(plan), placement=placement, plan=plan, spans_hosts=False
+        )
 
     monkeypatch.setattr(searcher, "make_arrangement", arrange)
     programs: Any = SimpleNamespace(

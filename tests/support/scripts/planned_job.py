@@ -93,7 +93,7 @@ if __name__ == "__main__":
         found.append(trainer.fit(asked.steps))
     result = found[-1]
     # Where replicas span hosts, no host has all parameters.
-    digest = "in shards" if asked.spans_hosts else result.params_sha256
+    digest = "in-shards" if result.trained.variables is None else result.params_sha256
     print(f"host {result.host_index} ended with {digest}", flush=True)
     if result.host_index == 0:
-        print(f"sha256 {digest.replace(' ', '-')} loss {result.metrics['loss']:.6f}")
+        print(f"sha256 {digest} loss {result.metrics['loss']:.6f}")
