@@ -309,11 +309,15 @@ class PlanSearcher:
     def make_arrangement(self, plan: AnyPlan, devices: list[Device], variables: Variables) -> Arrangement:
         """Return the arrangement that a plan gives a host with these devices; of `spans_hosts` on an abstract mesh."""
         by_devices = _list_axes_by_devices(plan)
+        sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
+        key = tuple(sizes.values())
+        if key not in self._specs:
+            partitioner = StatePartitioner(self.program_cost.tensors, sizes, self._planner.logical_axis_rules)
+            self._specs[key] = list_parameter_specs(partitioner, variables)
+        specs = self._specs[key]
         if self.spans_hosts:
             assert isinstance(plan, Plan), "whole hosts have equal replicas"
-            sizes = by_devices[max(by_devices)]
-            return _span_hosts(plan, sizes, self._find_specs(sizes, variables))
-        sizes = by_devices[len(devices)] if isinstance(plan, UnequalPlan) else next(iter(by_devices.values()))
+            return _span_hosts(plan, sizes, specs)
         axes = name_axes(sizes)
         width = math.prod(sizes.values())
         # Where a replica is one device, the state is on as many devices of each host: see `World.local_mesh`. Else a
@@ -329,16 +333,9 @@ class PlanSearcher:
             shape = ReplicaShape(per_host="devices", axes_by_devices=named)
         return Arrangement(
             replica_shape=shape,
-            placement=ParameterPlacement(mesh, self._find_specs(sizes, variables)),
+            placement=ParameterPlacement(mesh, specs),
             plan=plan,
         )
-
-    def _find_specs(self, sizes: dict[Axis, int], variables: Variables) -> ParameterSpecs:
-        key = tuple(sizes.values())
-        if key not in self._specs:
-            partitioner = StatePartitioner(self.program_cost.tensors, sizes, self._planner.logical_axis_rules)
-            self._specs[key] = list_parameter_specs(partitioner, variables)
-        return self._specs[key]
 
 
 def _restrict_topology(topology: Topology, counts: Mapping[HostName, int]) -> Topology:
