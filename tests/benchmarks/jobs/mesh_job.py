@@ -1,6 +1,7 @@
 """The job of the mesh benchmark: a small network with named dims and Adam, its state in shards on replicas of hosts.
 
     mesh_job.py ours FOLDER STEPS ROOT FSDP [digests] [save]      `rj.Trainer`
+    mesh_job.py ours FOLDER STEPS ROOT 0 [planned]                the same, with axes that a planner searches
     mesh_job.py bare FOLDER STEPS ROOT                            plain multi-process JAX: two replicas of fsdp 4
     mesh_job.py FOLDER                                            the same with Orbax, under a supervisor
 
@@ -32,11 +33,14 @@ from jax.sharding import PartitionSpec as P
 import resilient_jax as rj
 from tests.benchmarks.jobs.restart_loop import RestartTask, run_restart_job
 from tests.benchmarks.jobs.stall_job import connect_bare, write_times
+from tests.benchmarks.paths import REPOSITORY
 from tests.benchmarks.run_end import read_stop
 from tests.benchmarks.step_times import StepTimeWriter
 
 WIDTH, HIDDEN, LAYERS = 192, 384, 3
 ROWS, MICROBATCHES = 128, 4
+PLANNED_ROWS = 192
+"""They can be divided among the devices of three hosts, too."""
 DEVICES_OF_HOST, REPLICAS = 2, 2
 """Of the bare job."""
 WARM_STEPS = 12
@@ -68,8 +72,8 @@ def loss_of(model: Net, rows: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(2 * MICROBATCHES)
-def read(step: int, index: int) -> np.ndarray:
-    return np.random.default_rng((step, index)).normal(size=(ROWS, WIDTH)).astype(np.float32)
+def read(step: int, index: int, rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng((step, index)).normal(size=(rows, WIDTH)).astype(np.float32)
 
 
 class Clock:
@@ -138,14 +142,23 @@ def fit(folder: Path, steps: int, root: int, fsdp: int, words: list[str]) -> Non
         clock.tick(report.step)
         return report.step >= read_stop(folder)
 
+    is_planned = "planned" in words
+    rows = PLANNED_ROWS if is_planned else ROWS
+    planner = rj.Planner(
+        topology=REPOSITORY / "meshes" / "local_4x2.toml",
+        axis_sizes={"tensor": 1},
+        calibrate=False,
+        spans_hosts=True,
+    )
     rj.Trainer(
         model=Net,
         optimizer=OPTIMIZER,
         loss_fn=loss_of,
-        data=read,
-        batch_size=MICROBATCHES * ROWS,
-        microbatch_size=ROWS,
-        parallelism=rj.Parallelism(axes={"fsdp": fsdp}),
+        data=functools.partial(read, rows=rows),
+        batch_size=MICROBATCHES * rows,
+        microbatch_size=rows,
+        parallelism=rj.Parallelism() if is_planned else rj.Parallelism(axes={"fsdp": fsdp}),
+        planner=planner if is_planned else None,
         checkpoints=rj.Checkpoints(directory=folder / "checkpoints", interval_steps=SAVE_INTERVAL_STEPS)
         if "save" in words
         else None,

@@ -1,5 +1,6 @@
 """`python tests/benchmarks mesh`: hosts of replicas that span hosts are killed in the middle of a step."""
 
+import math
 import os
 import statistics
 import tempfile
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.protocol.failpoints import FailPoint
-from tests.benchmarks.hybrid.command import StageKill, kill_stage, list_step_times
+from tests.benchmarks.hybrid.command import StageKill, kill_stage, list_join_gaps, list_step_times
 from tests.benchmarks.hybrid.restart import RestartStalls, find_stalls, schedule_kills
 from tests.benchmarks.mesh.figures import (
     Spread,
@@ -39,7 +40,7 @@ SAVED_STEPS = 6
 
 
 class Shape(NamedTuple):
-    """How the hosts are cut into replicas, and the hosts of the smallest job that has the same bits."""
+    """How the hosts are cut into replicas, and the hosts of the smallest job that has the same bits; 0: as planned."""
 
     hosts_of_replica: int
 
@@ -51,10 +52,12 @@ class Shape(NamedTuple):
     @property
     def config(self) -> str:
         """Lines of the job's configuration: with fewer hosts than a replica has all wait."""
-        return f'snapshot_parity = 1\nstandby = "off"\nmin_hosts = {self.hosts_of_replica}\n'
+        return f'snapshot_parity = 1\nstandby = "off"\nmin_hosts = {max(1, self.hosts_of_replica)}\n'
 
 
 TWO, ONE = Shape(hosts_of_replica=2), Shape(hosts_of_replica=4)
+PLANNED = Shape(hosts_of_replica=0)
+"""Two hosts of a replica of four, and three of three."""
 
 
 class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +68,15 @@ class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps_lost: int
     steps_lost_r1: int
     stall_s: Spread
+    regroup_pause_s: Spread
+    reshape_stall_s: Spread
     parity_stall_s: Spread
     restart_stall_s: Spread
     restart_regained_s: Spread
     restart_steps_redone: int
     healthy_step_s: float
     healthy_step_r1_s: float
+    healthy_step_planned_s: float
     restart_step_s: float
     whole_state_bytes: float
     whole_state_bytes_r1: float
@@ -82,9 +88,14 @@ class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kills(NamedTuple):
-    """What the kills of one job cost, and what its hosts had of the state."""
+    """What the kills of one job cost, and what its hosts had of the state.
+
+    Attributes:
+        joins: the longest times between two steps where a killed host came back, in seconds.
+    """
 
     found: list[StageKill]
+    joins: list[float]
     healthy_s: float
     is_equal: bool
     share: float
@@ -110,8 +121,10 @@ def mesh(
 
     Two replicas of fsdp 4 (R = 2), and one of fsdp 8. A worker is killed before the sums of a step, so in its middle.
     `stall_s` runs from SIGKILL to the end of that step on every survivor, less a healthy step; `parity_stall_s` is the
-    same of R = 1, until the host is back, because without it there is no replica. `bitwise_equal`: whether each box of
-    the state after each step is that of an undisturbed job (of one replica of fsdp 4; of the same fsdp 8).
+    same of R = 1, until the host is back, because without it there is no replica. `regroup_pause_s` is the longest time
+    between two steps on any host when the killed one of R = 2 comes back, less a healthy step. `reshape_stall_s` is the
+    same as `stall_s` where a planner chooses the axes, and chooses others for three hosts. `bitwise_equal`: whether
+    each box of the state after each step is that of an undisturbed job (of one replica of fsdp 4; of the same fsdp 8).
     `whole_state_bytes` is the largest share of the state on any host over its due share, and
     `checkpoint_bytes_per_host_ratio` the largest part of a checkpoint that a host wrote over the same.
 
@@ -130,6 +143,8 @@ def mesh(
         written = measure_checkpoint(work / "saved")
         console.print("kills of a host: two replicas")
         two = run_kills(TWO, kills, work / "two", console)
+        console.print("kills of a host: axes that are planned anew")
+        planned = run_kills(PLANNED, kills, work / "planned", console)
         console.print("kills of a host: one replica")
         one = run_kills(ONE, kills, work / "one", console)
         console.print("the same kills, restarted from checkpoints")
@@ -140,12 +155,15 @@ def mesh(
         steps_lost=sum(kill.steps_lost for kill in two.found),
         steps_lost_r1=max(kill.steps_lost for kill in one.found),
         stall_s=two.stall_s,
+        regroup_pause_s=describe(two.joins, two.healthy_s),
+        reshape_stall_s=planned.stall_s,
         parity_stall_s=one.stall_s,
         restart_stall_s=describe(restarts.stalls_s),
         restart_regained_s=describe(restarts.regained_s),
         restart_steps_redone=restarts.redone,
         healthy_step_s=round(two.healthy_s, 3),
         healthy_step_r1_s=round(one.healthy_s, 3),
+        healthy_step_planned_s=round(planned.healthy_s, 3),
         restart_step_s=round(restarts.step_s, 3),
         whole_state_bytes=round(two.share, 3),
         whole_state_bytes_r1=round(one.share, 3),
@@ -161,11 +179,12 @@ def mesh(
 
 def make_command(shape: Shape, folder: Path, steps: int, *words: str) -> list[str]:
     """Return the command of a job of ours."""
+    words = ("planned", *words) if shape is PLANNED else words
     return [str(SCRIPT), "ours", str(folder), str(steps), str(os.getpid()), str(shape.fsdp), *words]
 
 
 def run_kills(shape: Shape, kills: int, work: Path, console: Console) -> Kills:
-    """Kill one host after the other, and compare all steps with those of an undisturbed job."""
+    """Kill one host after the other, and compare all steps with those of an undisturbed job, unless axes change."""
     hosts = make_host_names(HOSTS)
     found: list[StageKill] = []
     command = make_command(shape, work, MANY_STEPS, "digests")
@@ -175,13 +194,17 @@ def run_kills(shape: Shape, kills: int, work: Path, console: Console) -> Kills:
             found.append(kill)
             console.print(f"  {number + 1}: {kill}, {kill.steps_lost} steps lost")
         trained = end_job(job, work, "the job with kills")
+    steps, rows = read_step_times(work), read_rows(work)
+    joins, healthy_s = list_join_gaps(steps, HOSTS), statistics.median(list_step_times(steps, HOSTS))
+    if shape is PLANNED:
+        return Kills(found=found, joins=joins, healthy_s=healthy_s, is_equal=False, share=math.nan)
     console.print(f"  the same {trained} steps undisturbed")
     quiet = work / "undisturbed"
     run_quietly(shape, quiet, trained, "digests", num_hosts=shape.hosts_of_replica)
-    rows = read_rows(work)
     return Kills(
         found=found,
-        healthy_s=statistics.median(list_step_times(read_step_times(work), HOSTS)),
+        joins=joins,
+        healthy_s=healthy_s,
         is_equal=are_equal_boxes(rows, read_rows(quiet)),
         share=find_largest_share(rows, shape.hosts_of_replica),
     )
@@ -254,23 +277,33 @@ def make_table(figures: MeshFigures) -> Table:
 
     add("R = 2, a host dies in a step: stall", figures.stall_s, " s", "0.3 s")
     add("R = 1, the same: stall, until the host is back", figures.parity_stall_s, " s", "1.5 s")
+    add("R = 2, it comes back: the longest time between steps", figures.regroup_pause_s, " s", "0.2 s")
+    add("planned axes, which change for three hosts: stall", figures.reshape_stall_s, " s", "1.0 s")
     add("the same kills under restart with Orbax: stall", figures.restart_stall_s, " s")
     add("until that restart has regained the step", figures.restart_regained_s, " s")
     add("processor time of a step over plain JAX, less 1", figures.overhead, "", "0.03")
     add("time of a step over plain JAX, less 1", figures.overhead_wall, "")
     steps = f"{figures.steps_lost}; {figures.steps_lost_r1}; {figures.restart_steps_redone}"
     equal = f"{figures.bitwise_equal}; {figures.bitwise_equal_r1}"
-    healthy = (figures.healthy_step_s, figures.healthy_step_r1_s, figures.restart_step_s)
+    healthy = (
+        figures.healthy_step_s,
+        figures.healthy_step_r1_s,
+        figures.healthy_step_planned_s,
+        figures.restart_step_s,
+    )
     share = f"{figures.whole_state_bytes:.3f}; {figures.whole_state_bytes_r1:.3f}"
     written = f"{figures.checkpoint_bytes_per_host_ratio:.3f}"
     for what, found, aim in (
         ("steps done again: R = 2, all; R = 1, at most; restart, all", steps, "0; 1"),
         ("bits of an undisturbed job after each step: R = 2; R = 1", equal, "True"),
-        ("healthy step: R = 2; R = 1; restart", "; ".join(f"{one:.3f}" for one in healthy) + " s", ""),
+        (
+            "healthy step: R = 2; R = 1; planned; restart",
+            "; ".join(f"{one:.3f}" for one in healthy) + " s",
+            "",
+        ),
         ("most of the state on a host, over its share: R = 2; R = 1", share, "1.05"),
         ("most of a checkpoint that a host wrote, over its share", written, "1.05"),
         ("processes that waited for a core, mean of 15 minutes", f"{figures.load:.1f}", ""),
-        ("regroup_pause_s, reshape_stall_s", "not in the product yet", "0.2 s; 1.0 s"),
         ("peak_over_plan", "no plan of memory for such jobs yet", "1.1"),
     ):
         table.add_row(what, found, "", aim)
