@@ -60,7 +60,10 @@ def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
         topology, plan = folder / settings.plan.topology, settings.plan
         return {
             "planner": rj.Planner(
-                topology=topology, calibrate=plan.calibrate, compile_ahead=plan.compile_ahead
+                topology=topology,
+                calibrate=plan.calibrate,
+                compile_ahead=plan.compile_ahead,
+                spans_hosts=plan.spans_hosts,
             )
         }
     if settings.pipeline.stages is not None:

@@ -67,6 +67,8 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Fit the planner's constants to the steps of this job."""
     compile_ahead: bool = True
     """Compile the programs of the likely next worlds while training continues."""
+    spans_hosts: bool | None = None
+    """Make replicas of whole hosts; without it, where no plan inside of hosts fits the memory of devices."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
