@@ -9,6 +9,7 @@ from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
 from resilient_jax.protocol.host_status import CoordinationServiceStatus, HostStatus, WorkerStatus
 from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.recovery_records import NeededHosts
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan, SnapshotStatus
 from resilient_jax.protocol.worker_report import WorkerState
 from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
@@ -297,10 +298,24 @@ def owes_reach_report(generation: Generation, status: HostStatus) -> bool:
     return status.reach is None or status.reach.generation < generation.number
 
 
-def find_least_hosts(state: MembershipState) -> int:
-    """Return how many hosts training needs, as far as members have found it: those that one replica spans."""
-    found = [worker.report.findings.needed_hosts for worker in list_live_workers(state)]
-    return max([state.generation.record.least_hosts, *found])
+def find_needed_hosts(state: MembershipState) -> NeededHosts:
+    """Return the newest word of members on how many hosts training needs."""
+    found = (worker.report.findings.needed_hosts for worker in list_live_workers(state))
+    return max([state.generation.record.needed_hosts, *found])
+
+
+def count_needed_hosts(state: MembershipState, waited_s: float, grace_s: float) -> int:
+    """Return how many hosts are waited for because training needs them; one where that is to be tried again.
+
+    It is with fewer hosts than those that found it. It is at a later step as well, once hosts that were lost had their
+    time to come back: a try costs a generation.
+    """
+    needed, phase = find_needed_hosts(state), state.generation.phase
+    if phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE):
+        return needed.count
+    num_hosts = sum(not is_draining(state, host) for host in state.hosts)
+    is_outdated = waited_s > grace_s and find_newest_step(state) > needed.step
+    return 1 if is_outdated or num_hosts < needed.num_hosts else needed.count
 
 
 def find_newest_step(state: MembershipState) -> int:

@@ -67,7 +67,8 @@ from resilient_jax.membership.doubt import doubt_newer_states, find_corrupt_host
 from resilient_jax.membership.facts import (
     MembershipState,
     awaits_snapshot_report,
-    find_least_hosts,
+    count_needed_hosts,
+    find_needed_hosts,
     find_newest_step,
     find_recoverable_step,
     find_snapshot,
@@ -126,7 +127,7 @@ from resilient_jax.membership.world_formation import (
 from resilient_jax.protocol.generation import Generation, GenerationPhase, JobOutcome, JobOutcomeKind, Member
 from resilient_jax.protocol.host_status import HostStatus, WorkerStatus
 from resilient_jax.protocol.record_parts import change_fields
-from resilient_jax.protocol.recovery_records import RecoveryAction
+from resilient_jax.protocol.recovery_records import NeededHosts, RecoveryAction
 from resilient_jax.protocol.state_records import StateLoss
 
 
@@ -135,20 +136,23 @@ def decide(
 ) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
     """Decide what follows from the statuses of all hosts; return the new state and the shell's commands, in order."""
     commands: list[MembershipCommand] = []
-    least_hosts = find_least_hosts(state)
-    config = dataclasses.replace(config, min_hosts=max(config.min_hosts, least_hosts))
     while True:
         state = note_progress(state, now)
-        transition = _next_transition(state, now, config)
+        least = count_needed_hosts(state, now - state.phase_since_s, config.regroup_grace_s)
+        limits = dataclasses.replace(config, min_hosts=max(config.min_hosts, least))
+        transition = _next_transition(state, now, limits)
         if transition is None:
             break
         # Nothing in the state changes by it: the machine goes on when a status shows that the service runs.
         if isinstance(transition, StartCoordinationService):
             commands.append(transition)
             break
-        transition = change_fields(
-            transition, keeps_workers=not config.replaces_workers, least_hosts=least_hosts
-        )
+        needed = find_needed_hosts(state)
+        if transition.phase is GenerationPhase.FORM and len(transition.membership.members) < needed.count:
+            needed = NeededHosts(
+                generation=transition.number
+            )  # it is tried: what members said before is void
+        transition = change_fields(transition, keeps_workers=not config.replaces_workers, needed_hosts=needed)
         taken_out = find_corrupt_hosts(state) if transition.state.trusted_step is not None else frozenset()
         failures, known = transition.failures, state.generation.failures
         if failures.taken_out is not None and failures.taken_out != known.taken_out:

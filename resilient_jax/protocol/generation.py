@@ -14,7 +14,7 @@ from resilient_jax.protocol.dropped_worker import DroppedWorker
 from resilient_jax.protocol.plan_records import PlanAxes, PlanConstants
 from resilient_jax.protocol.raised_error import RaisedError
 from resilient_jax.protocol.record_parts import RecordPart
-from resilient_jax.protocol.recovery_records import JobHistory, RecoveryDecision
+from resilient_jax.protocol.recovery_records import JobHistory, NeededHosts, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import SlownessRecord
 from resilient_jax.protocol.snapshots import (
     Protection,
@@ -261,7 +261,7 @@ class LeaderNotes(RecordPart, frozen=True, kw_only=True):
         decision: the last choice at a change of members, which every leader obeys; None: there was none to make.
         history: what leaders have measured so far, on which the next decision rests.
         slowness: what leaders have done about slow hosts.
-        least_hosts: fewer hosts cannot train, as members have found; with fewer the job waits for others.
+        needed_hosts: how many hosts training needs, as members have found; with fewer the job waits for others.
     """
 
     progress: int = 0
@@ -269,7 +269,7 @@ class LeaderNotes(RecordPart, frozen=True, kw_only=True):
     decision: RecoveryDecision | None = None
     history: JobHistory = JobHistory()
     slowness: SlownessRecord = SlownessRecord()
-    least_hosts: int = 1
+    needed_hosts: NeededHosts = NeededHosts()
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

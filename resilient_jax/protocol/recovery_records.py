@@ -57,6 +57,22 @@ class RecoveryAction(enum.StrEnum):
     """Divide a pipeline's layers anew, by the speeds that hosts have now."""
 
 
+class NeededHosts(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """How many hosts training needs, as members have found it. Of two words the greater one counts.
+
+    Attributes:
+        generation: the generation in which they found it.
+        count: fewer hosts cannot train, since one replica spans so many.
+        num_hosts: how many they were. Fewer may train: a planner may have another plan for these.
+        step: the step that they were at. Later ones may need fewer hosts.
+    """
+
+    generation: GenerationNumber = GenerationNumber(0)
+    count: int = 1
+    num_hosts: int = 0
+    step: int = 0
+
+
 WAITING_ACTIONS = frozenset({RecoveryAction.WAIT, RecoveryAction.GATHER, RecoveryAction.POSTPONE})
 """The actions that change no members, and are looked at again."""
 JOINING_ACTIONS = frozenset({RecoveryAction.JOIN, RecoveryAction.KEEP_AXES})

@@ -8,6 +8,7 @@ from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.protocol.record_parts import RecordPart
+from resilient_jax.protocol.recovery_records import NeededHosts
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import (
     SnapshotId,
@@ -138,13 +139,13 @@ class WorkerFindings(RecordPart, frozen=True, kw_only=True):
         slow_hosts: from the worker that is the first of its generation: hosts that are slow, and which of their parts.
         slowdown: from the same worker: what slow hosts cost, once that has lasted; None: not worth a change.
         plans: from the first nine workers and some others: what losses would make of planned axes; None: not known.
-        needed_hosts: fewer hosts cannot train, since one replica spans so many.
+        needed_hosts: how many hosts training needs, as this worker has found where there were too few.
     """
 
     slow_hosts: tuple[SlowHost, ...] = ()
     slowdown: Slowdown | None = None
     plans: PlanOutlook | None = None
-    needed_hosts: int = 1
+    needed_hosts: NeededHosts = NeededHosts()
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from resilient_jax.jax_runtime.world_forming import is_detached
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
 from resilient_jax.protocol.generation import Generation, SeatId, WorldChange
 from resilient_jax.protocol.generation_scoped import GenerationEnding, GenerationScoped
+from resilient_jax.protocol.recovery_records import NeededHosts
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
@@ -290,7 +291,13 @@ class Worker:
                 return False, None if is_of_others else late
             if isinstance(error, TooFewHosts) and order.generation.membership.max_members >= error.needed > 0:
                 # There have been enough: the leader waits until there are again.
-                self._agent.report_found(worker_protocol.report_needed_hosts, error.needed)
+                needed = NeededHosts(
+                    generation=order.generation.number,
+                    count=error.needed,
+                    num_hosts=len(order.generation.membership.members),
+                    step=self._committed.step,
+                )
+                self._agent.report_found(worker_protocol.report_needed_hosts, needed)
                 return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
             if isinstance(error, SnapshotLost):
                 self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=summarize(error))

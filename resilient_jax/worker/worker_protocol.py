@@ -25,6 +25,7 @@ from resilient_jax.ids import GenerationNumber, WorldId
 from resilient_jax.protocol.generation import SeatId
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.protocol.record_parts import change_fields
+from resilient_jax.protocol.recovery_records import NeededHosts
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.state_records import NextMembers, StatePart
@@ -462,9 +463,9 @@ def report_slow_hosts(
     return _report(state, slow_hosts=slow_hosts, slowdown=slowdown)
 
 
-def report_needed_hosts(state: WorkerProtocol, count: int) -> Transition:
+def report_needed_hosts(state: WorkerProtocol, needed: NeededHosts) -> Transition:
     """One replica spans so many hosts: fewer cannot train."""
-    return _report(state, needed_hosts=count) if count != state.report.findings.needed_hosts else (state, ())
+    return _report(state, needed_hosts=needed)
 
 
 def report_plans(state: WorkerProtocol, plans: PlanOutlook) -> Transition:

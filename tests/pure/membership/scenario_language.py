@@ -42,7 +42,7 @@ from resilient_jax.policy.failure_forecast import add_return, count_losses
 from resilient_jax.protocol.generation import Generation, GenerationPhase, Member, SeatId
 from resilient_jax.protocol.host_status import HostStatus, StandbyState, StandbyStatus, WorkerStatus
 from resilient_jax.protocol.record_parts import change_fields, find_parts, find_types, read_field
-from resilient_jax.protocol.recovery_records import JobHistory, LossCause, RecoveryDecision
+from resilient_jax.protocol.recovery_records import JobHistory, LossCause, NeededHosts, RecoveryDecision
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost, SlownessRecord
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.protocol.state_records import PartHolder, StageLoss, StageOutlook, StatePart, UnitKind
@@ -274,7 +274,7 @@ SAID: Final = """
     number phase change world num_seats next_seat members max_members stage_hosts earlier_stage_hosts plan_axes
     plan_constants newcomers spares service_address step boundary_step ends_job parts_stay next_members sources
     receivers part_holders snapshot state_loss trusted_step unreadable_snapshots void_snapshots
-    dropped_workers progress losses_left least_hosts
+    dropped_workers progress losses_left needed_hosts
     keeps_workers protection initial_generation attempts are_parts_doubtful
     failed_host suspects taken_out separated failure_text raised reason hang decision history slowness outcome
 """
@@ -377,6 +377,11 @@ DESCRIBED: Final[Mapping[str, Callable[[Any], str]]] = {
         else "snapshot none"
     ),
     "reason": lambda reason: f'"{reason}"',
+    "needed_hosts": lambda needed: (
+        f"needs {needed.count} hosts, as {needed.num_hosts} found at step {needed.step} in {needed.generation}"
+        if needed.count > 1
+        else "needed hosts forgotten"
+    ),
     "hang": lambda hang: f'hang "{hang}"' if hang else "hang none",
     "decision": _describe_decision,
     "outcome": lambda outcome: (
@@ -487,6 +492,15 @@ def _read_failure(text: str) -> WorkerFailure | None:
     )
 
 
+def _read_needed_hosts(text: str) -> NeededHosts:
+    """Return what members have found: `3/2/6@1` is that training needs 3 hosts, as 2 found at step 6 in generation 1."""
+    counts, _, generation = text.partition("@")
+    count, num_hosts, step = map(int, counts.split("/"))
+    return NeededHosts(
+        generation=GenerationNumber(int(generation)), count=count, num_hosts=num_hosts, step=step
+    )
+
+
 def _read_overdue(text: str) -> OverdueTask | None:
     if text == "none":
         return None
@@ -559,6 +573,7 @@ def _make_outlook(replicas: list[str]) -> StageOutlook:
 SPECIAL: Final[Mapping[str, Callable[[str], Any]]] = {
     "state": WorkerState,
     "failure": _read_failure,
+    "needed_hosts": _read_needed_hosts,
     "overdue": _read_overdue,
     "copied": _read_snapshot,
     "snapshot": _read_snapshot,
