@@ -9,7 +9,7 @@ from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.stored_records import ENCODER, decode_record
 from resilient_jax.config.job_config import RESTART_WINDOW_S
 from resilient_jax.ids import HostName, JobName, Revision
-from resilient_jax.membership.facts import MembershipState, is_draining
+from resilient_jax.membership.facts import MembershipState, find_needed_hosts, is_draining
 from resilient_jax.membership.severities import Action, Evidence, Tries, choose_action
 from resilient_jax.protocol.generation import GenerationPhase
 from resilient_jax.protocol.quarantine import HostLosses
@@ -62,11 +62,15 @@ class SingleLosses:
 
 
 def is_loss_counted(state: MembershipState, host: HostName, min_hosts: int) -> bool:
-    """Return whether a host that is gone was there without a notice to leave, and enough hosts are left without it."""
+    """Return whether a host that is gone was there without a notice to leave, and enough hosts are left without it.
+
+    Where too few are left for one replica, too, the others wait for it.
+    """
     is_over = state.generation.phase is GenerationPhase.FINISHED
     if is_over or host not in state.hosts or is_draining(state, host):
         return False
-    return sum(not is_draining(state, other) for other in state.hosts if other != host) >= max(min_hosts, 1)
+    num_left = sum(not is_draining(state, other) for other in state.hosts if other != host)
+    return num_left >= _count_needed(state, min_hosts)
 
 
 def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
@@ -78,9 +82,15 @@ def list_lost_before(state: MembershipState, min_hosts: int) -> list[HostName]:
         state: state of what the new leader has read.
         min_hosts: hosts that the job needs.
     """
-    if state.generation.phase is GenerationPhase.FINISHED or len(state.hosts) < max(min_hosts, 1):
+    if state.generation.phase is GenerationPhase.FINISHED or len(state.hosts) < _count_needed(
+        state, min_hosts
+    ):
         return []
     return [member.host for member in state.generation.membership.members if member.host not in state.hosts]
+
+
+def _count_needed(state: MembershipState, min_hosts: int) -> int:
+    return max(min_hosts, find_needed_hosts(state).count)
 
 
 async def note_host_loss(context: AgentContext, host: HostName, leader_token: Revision) -> None:

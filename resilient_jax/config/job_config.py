@@ -73,7 +73,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     max_host_losses: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
     """Losses of one host within ten minutes, without a notice that it leaves; after one more it is quarantined,
-    unless fewer than `min_hosts` would be left."""
+    unless fewer than `min_hosts`, or than one replica spans, would be left."""
 
     quarantine_s: Seconds = 3600.0
     """Seconds for which a host takes no part that was lost too often, whose worker died too often, which is

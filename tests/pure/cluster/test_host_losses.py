@@ -1,6 +1,7 @@
 """A host that is lost again and again is quarantined: which losses count, and for how long."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from resilient_jax.config.job_config import RESTART_WINDOW_S
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.membership.job_start import make_initial_state
+from resilient_jax.protocol.recovery_records import NeededHosts
 from resilient_jax.protocol.store_keys import make_leader_key
 from resilient_jax.store.interface import NO_LEASE, PutOp
 from resilient_jax.store.memory import MemoryStore
@@ -121,6 +123,14 @@ def test_a_leader_that_is_lost_with_its_host_is_counted_by_the_next_one() -> Non
     assert find_lost("a", "c") == [HOST]
     assert find_lost("a", "b", "c") == []
     assert find_lost("a", "c", min_hosts=3) == [], "the job would wait for it"
+
+
+def test_a_host_that_one_replica_needs_is_waited_for_as_one_of_min_hosts() -> None:
+    job = training("a", "b", "c")
+    job.report("a", needed_hosts=NeededHosts(generation=job.generation.number, count=3, num_hosts=2))
+    assert not is_loss_counted(job.state, HOST, min_hosts=1), "the others wait for it"
+    left = {host: status for host, status in job.state.hosts.items() if host != HOST}
+    assert list_lost_before(dataclasses.replace(job.state, hosts=left), min_hosts=1) == []
 
 
 def test_a_host_that_said_that_it_leaves_is_not_lost() -> None:

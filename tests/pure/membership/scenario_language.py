@@ -493,7 +493,7 @@ def _read_failure(text: str) -> WorkerFailure | None:
 
 
 def _read_needed_hosts(text: str) -> NeededHosts:
-    """Return what members have found: `3/2/6@1` is that training needs 3 hosts, as 2 found at step 6 in generation 1."""
+    """Return what members have found: `3/2/6@1` is that they need 3 hosts, as 2 found at step 6 in generation 1."""
     counts, _, generation = text.partition("@")
     count, num_hosts, step = map(int, counts.split("/"))
     return NeededHosts(
