@@ -15,7 +15,8 @@ Assumptions of the model about the shells:
 - an agent that is connected reads what the leader wrote before a timeout that depends on it;
 - the lease of one that is not connected, or suspended, ends before such a timeout;
 - an agent calls a host that it does not reach lasting only if it would be in the store no more if it were dead;
-- a world forms, and a step ends, only where all members reach each other.
+- a world forms, and a step ends, only where all members reach each other;
+- of a worker whose script raises, the report comes before its end; no standby takes its place.
 """
 
 import collections
@@ -64,7 +65,7 @@ from resilient_jax.ids import (
 )
 from resilient_jax.membership.commands import PublishGeneration, QuarantineDevice, QuarantineHost
 from resilient_jax.membership.config import MembershipConfig
-from resilient_jax.membership.facts import owes_answer
+from resilient_jax.membership.facts import find_worker, is_draining, owes_answer
 from resilient_jax.membership.job_end import is_any_staying
 from resilient_jax.membership.job_start import make_initial_state
 from resilient_jax.membership.machine import HostChanged, HostLeft, MembershipEvent, QuarantineChanged, Tick
@@ -151,7 +152,7 @@ CONFIG = MembershipConfig(
     spare_seats=3,
 )
 FORWARD = {
-    (GenerationPhase.QUIESCE, GenerationPhase.QUIESCE),  # a wait was decided
+    (GenerationPhase.QUIESCE, GenerationPhase.QUIESCE),  # a wait was decided, or an error noted
     (GenerationPhase.QUIESCE, GenerationPhase.FORM),
     (GenerationPhase.PAUSE, GenerationPhase.BOUNDARY),
     (GenerationPhase.BOUNDARY, GenerationPhase.FORM),
@@ -165,6 +166,12 @@ ROUND_S = 0.1
 NO_TIME_S = 0.0
 """When orders come: a worker asks only for a pause that is held, and these have no parts of a state."""
 
+OWN_ERRORS = {
+    name: f"{kind}: bad"
+    for name, kind in zip(NAMES, ("KeyError", "OSError", "IndexError", "EOFError"), strict=True)
+}
+COMMON_ERROR = "ValueError: bad"
+
 encode = msgspec.msgpack.encode
 
 
@@ -177,6 +184,8 @@ class Worker:
         self.alive = True
         self.stopped = False
         self.hung = False
+        self.error = ""
+        """What its script has raised, which has ended it."""
         self.protocol = make_initial_protocol(polls_checkpoints=False)
         self.inbox: collections.deque[HandledOrder] = collections.deque()
         self.outbox: collections.deque[WorkerReport] = collections.deque()
@@ -240,6 +249,12 @@ class Worker:
         """Let the main thread do nothing any more."""
         self.hung = True
 
+    def end_with(self, error: str) -> None:
+        """Have the script raise an error, which ends the process."""
+        failure = WorkerFailure(kind=WorkerFailureKind.USER, text=error)
+        self.apply(worker_protocol.report_failure(self.protocol, (failure, self.step)))
+        self.error, self.alive, self.generation = error, False, None
+
     def go_idle(self, *, failure: WorkerFailure | None = None, done: bool = False) -> None:
         self.generation = None
         self.apply(
@@ -275,6 +290,7 @@ class Host:
         self.name = name
         self.is_spare = is_spare
         self.incarnations = 0
+        self.noted = 0  # the newest worker whose error the leader has noted, as far as the agent has read
         self.lease: LeaseId | None = None
         self.registered = False  # according to the agent
         self.boot()
@@ -360,6 +376,8 @@ class Cluster:
         self.complete: set[int] = set()  # generations whose members were all active at one time
         self.arrived: dict[int, dict[HostName, int]] = collections.defaultdict(dict)
         self.quarantined: set[HostName] = set()
+        self.raised: set[tuple[HostName, int, str]] = set()
+        """Errors of scripts, with the steps that were committed."""
         self.cut: set[frozenset[HostName]] = set()
         """Pairs of hosts that cannot reach each other."""
         self.total = ENDLESS
@@ -425,7 +443,7 @@ class Cluster:
             yield 2, lambda: self.hear(host)
         elif status != host.seen:
             yield 2, lambda: self.notice(host, status)
-        elif not worker.alive and not host.draining:
+        elif not worker.alive and not host.draining and (not worker.error or self.is_noted(worker)):
             yield 1, lambda: self.restart_worker(host)
             yield 1, lambda: self.promote_standby(host)
         if host.draining and self.now_s - host.noticed_s > DRAIN_DEADLINE_S:
@@ -437,7 +455,7 @@ class Cluster:
         if not host.connected:
             return
         if not host.registered:
-            quiet = not worker.inbox and not worker.outbox
+            quiet = not worker.outbox and not (worker.inbox and worker.alive)
             if not host.registers:
                 yield 2, lambda: self.begin_registration(host)
             elif self.store.get(make_host_key(JOB, host.name)) is None and quiet:
@@ -615,9 +633,20 @@ class Cluster:
             yield 1, lambda: worker.go_idle(failure=failure)
             yield 1, worker.hang
             yield 1, lambda: self.report_slow(worker)
+            if worker is self.hosts[worker.host].worker:
+                yield 1, lambda: self.raise_error(worker, OWN_ERRORS[worker.host])
+                yield 1, lambda: self.raise_error(worker, COMMON_ERROR)
             # Of a worker that is only slow, and of one that waits for another.
             yield 1, lambda: worker.report_overdue(WorkerTask.INPUT)
             yield 1, lambda: worker.report_overdue(WorkerTask.SUM)
+
+    def raise_error(self, worker: Worker, error: str) -> None:
+        self.raised.add((worker.host, worker.step, error))
+        worker.end_with(error)
+
+    def is_noted(self, worker: Worker) -> bool:
+        """Return whether its agent may start another worker after this one, which has raised an error."""
+        return self.hosts[worker.host].noted >= worker.incarnation
 
     def report_slow(self, worker: Worker) -> None:
         """Have a worker report that the host after its own is slow, or any other one that comes to the same place."""
@@ -670,6 +699,9 @@ class Cluster:
 
     def tell(self, host: Host, event: OrdersEvent) -> None:
         """Have the agent's machine handle an event, and carry out what it commands."""
+        if isinstance(event, GenerationRead):
+            raised = event.generation.failures.raised
+            host.noted = max([host.noted, *(one.incarnation for one in raised if one.host == host.name)])
         worker = view(host.seen)
         standby = view(host.standby_seen) if host.standby_seen is not None else None
         config = OrdersConfig(
@@ -784,6 +816,9 @@ class Cluster:
         assert host.standby_seen is not None
         assert not host.worker.alive
         assert host.worker.incarnation == host.seen.incarnation
+        if host.worker.error:
+            self.end_standby(host)
+            return
         host.worker, host.seen = host.standby, host.standby_seen
         host.standby = host.standby_seen = None
         host.touched = True
@@ -907,6 +942,7 @@ class Cluster:
         for command in term.machine.handle(change, self.now_s):
             match command:
                 case PublishGeneration(generation):
+                    self.check_error(generation, term)
                     term.pending.append(generation)
                 case QuarantineHost(suspect, _):
                     self.quarantined.add(suspect)
@@ -1076,8 +1112,9 @@ class Cluster:
         if new.number == old.number:
             assert (old.phase, new.phase) in FORWARD, f"{old.phase} -> {new.phase} under one number"
             if old.phase is GenerationPhase.QUIESCE and new.phase is old.phase:
-                assert new.record.decision is not None
-                assert new.record.decision.action is RecoveryAction.WAIT
+                is_noted = new.failures.raised != old.failures.raised
+                decision = new.record.decision
+                assert is_noted or (decision is not None and decision.action is RecoveryAction.WAIT)
                 assert new.membership.members == old.membership.members
             if old.phase in (GenerationPhase.PAUSE, GenerationPhase.FORM, GenerationPhase.ACTIVE):
                 assert new.membership.members == old.membership.members, "other members under the same number"
@@ -1090,6 +1127,22 @@ class Cluster:
         self.check_seats(new)
         if new.phase is GenerationPhase.FORM:
             self.check_form(old, new, term.machine.state.quarantined)
+
+    def check_error(self, new: Generation, term: Term) -> None:
+        """Check that an error ends the job only if two hosts have raised it, or no host without one has the state."""
+        if new.outcome is None or new.outcome.kind is not JobOutcomeKind.USER_ERROR:
+            return
+        number_by_error = collections.Counter((step, error) for _, step, error in self.raised)
+        state = term.machine.state
+        others = [
+            worker
+            for member in state.generation.membership.members
+            if (worker := find_worker(state, member)) is not None
+            and worker.report.failure is None
+            and worker.report.held.holds_state
+            and not is_draining(state, member.host)
+        ]
+        assert max(number_by_error.values()) > 1 or not others, new.outcome
 
     def check_seats(self, new: Generation) -> None:
         """Check that no seat of a world is ever given to two workers."""
@@ -1131,8 +1184,10 @@ class Cluster:
         worker = host.worker
         if not worker.runs or worker.hung or worker.held is None:
             return
-        if self.generation is None or not self.generation.record.progress:
-            return  # the leader has not heard of the first commit: what it begins anew are steps of a moment
+        written = host.written.worker if host.written is not None else None
+        is_told = written is not None and written.report.held.holds_state
+        if self.generation is None or not self.generation.record.progress or not is_told:
+            return  # the leader has not heard of its first commit: what it begins anew are steps of a moment
         others = [w for h in self.hosts.values() for w in (h.worker, h.standby) if w not in (worker, None)]
         has_copy = any(w.alive and w.held is not None for w in others if w is not None)
         # In the model each part has all of the state.
@@ -1300,7 +1355,10 @@ class RoomyReplacingCluster(RoomyCluster, ReplacingCluster):
 def look_at(worker: Worker, seen: WorkerStatus) -> WorkerStatus:
     """Return what an agent finds when it looks at a worker's process."""
     return msgspec.structs.replace(
-        seen, is_unresponsive=worker.stopped, exit_code=None if worker.alive else -9
+        seen,
+        is_unresponsive=worker.stopped,
+        exit_code=None if worker.alive else 1 if worker.error else -9,
+        error=worker.error,
     )
 
 

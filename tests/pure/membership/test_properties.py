@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from resilient_jax.protocol.generation import GenerationPhase, JobOutcomeKind, WorldChange
 from tests.pure.membership.simulated_cluster import (
+    COMMON_ERROR,
     NAMES,
+    OWN_ERRORS,
     ROUND_S,
     Cluster,
     LateSnapshotCluster,
@@ -103,7 +105,9 @@ def play(tape: bytes, chance: random.Random, cluster: Cluster | None = None) -> 
     recovered = play_fairly(cluster, lambda: cluster.finished or cluster.do_all_train, chance)
     assert recovered, f"stuck in {cluster.generation}"
     if (outcome := cluster.outcome) is not None:
-        assert outcome.kind in (JobOutcomeKind.STATE_LOST, JobOutcomeKind.INTERRUPTED), outcome
+        # Which error may end a job is checked where the leader decides it.
+        ends = (JobOutcomeKind.STATE_LOST, JobOutcomeKind.INTERRUPTED, JobOutcomeKind.USER_ERROR)
+        assert outcome.kind in ends, outcome
         if was_running and outcome.kind is JobOutcomeKind.STATE_LOST:
             assert not has_state, outcome
         return cluster
@@ -177,6 +181,26 @@ def test_workers_that_hang_are_named_and_replaced_and_no_others(seed):
         if cluster.config.replaces_workers:
             continue  # the workers that waited are replaced, too
         assert all(w.alive for w in kept), "killed although they only waited"
+
+
+@given(seed=st.integers(0, 2**32), replaces=st.booleans())
+def test_a_host_whose_script_raises_alone_is_tried_again_and_two_that_raise_the_same_end_the_job(
+    seed, replaces
+):
+    chance = random.Random(seed)
+    cluster = (ReplacingCluster if replaces else Cluster)(are_collectives_fragile=False)
+    for _ in range(3):
+        assert play_fairly(cluster, lambda: cluster.do_all_train, chance), f"stuck in {cluster.generation}"
+        worker = chance.choice(list(cluster.hosts.values())).worker
+        cluster.raise_error(worker, OWN_ERRORS[worker.host])
+    assert play_fairly(cluster, lambda: cluster.do_all_train, chance), f"stuck in {cluster.generation}"
+    step = min(host.worker.step for host in cluster.hosts.values())
+    pair = [host.worker for host in cluster.hosts.values() if host.worker.step == step][:2]
+    for worker in pair:
+        cluster.raise_error(worker, COMMON_ERROR)
+    assert play_fairly(cluster, lambda: cluster.finished or cluster.do_all_train, chance), cluster.generation
+    assert cluster.finished == (len(pair) == 2)
+    assert cluster.outcome is None or cluster.outcome.message == COMMON_ERROR
 
 
 @given(seed=st.integers(0, 2**32), replaces=st.booleans(), is_beginning=st.booleans())
