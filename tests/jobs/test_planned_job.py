@@ -168,7 +168,7 @@ def test_a_mesh_over_hosts_follows_each_loss_down_to_too_few_hosts_which_wait_fo
         job.kill(JobComponent.AGENT, hosts.pop())
         job.wait_report(
             "host-0 waits",
-            lambda report: report.generation is not None and report.generation.record.least_hosts == 2,
+            lambda report: report.generation is not None and report.generation.record.needed_hosts.count == 2,
             DEADLINE_S,
         )
         command = [str(JOB), str(topology), str(MANY_STEPS), *words]
