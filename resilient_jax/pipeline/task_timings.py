@@ -1,14 +1,12 @@
 """What the tasks of this host take, as the runner measures them: without waits for other hosts."""
 
-import collections
-import math
 import statistics
 from collections.abc import Mapping
 
 import msgspec
 
 from resilient_jax.pipeline_schedule.tasks import Task, TaskKind
-from resilient_jax.step.host_speeds import MIN_MEASURED, WINDOW
+from resilient_jax.step.measured_seconds import MeasuredSeconds
 from resilient_jax.step.watch_report import WatchReport
 
 
@@ -44,12 +42,11 @@ class TaskTimings:
     def __init__(self) -> None:
         self._step: list[tuple[Task, float]] = []
         self._waited_s: dict[int, float] = {}
-        self._means: collections.deque[dict[TaskKind, float]] = collections.deque(maxlen=WINDOW)
-        """By step, the mean of each kind."""
+        self._measured: MeasuredSeconds[TaskKind] = MeasuredSeconds()
 
     def clear(self) -> None:
         """Forget everything: this host may have other blocks now, or loaded programs."""
-        self._means.clear()
+        self._measured = MeasuredSeconds()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -76,7 +73,7 @@ class TaskTimings:
             waited_s = self._waited_s.get(task.microbatch, 0.0) if task.kind is TaskKind.FORWARD else 0.0
             by_kind.setdefault(task.kind, []).append(seconds - waited_s)
         if by_kind:
-            self._means.append({kind: statistics.fmean(found) for kind, found in by_kind.items()})
+            self._measured.add({kind: statistics.fmean(found) for kind, found in by_kind.items()})
         microbatches = tuple(task.microbatch for task, _ in self._step if task.kind is TaskKind.FORWARD)
         work = StepWork(
             microbatches=microbatches,
@@ -88,13 +85,4 @@ class TaskTimings:
 
     def estimate(self) -> dict[TaskKind, float]:
         """Return the seconds of a task of each kind, over all blocks of this host; empty while they are unknown."""
-        if len(self._means) < MIN_MEASURED:
-            return {}
-        # The median of the sum, not of each kind: a processor that stops for a while in each step stops in one kind.
-        usual_s = statistics.median(sum(means.values()) for means in self._means)
-        total_s = math.fsum(seconds for means in self._means for seconds in means.values())
-        kinds = {kind for means in self._means for kind in means}
-        return {
-            kind: usual_s / total_s * math.fsum(means.get(kind, 0.0) for means in self._means)
-            for kind in sorted(kinds)
-        }
+        return self._measured.estimate()

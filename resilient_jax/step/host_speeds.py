@@ -4,8 +4,6 @@ Each host measures whole microbatches of its own: whatever makes it slow (anothe
 all others would wait for it.
 """
 
-import collections
-import statistics
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,44 +17,13 @@ from resilient_jax.step.assignment import (
     count_working_devices,
     replica_speeds,
 )
+from resilient_jax.step.measured_seconds import MeasuredSeconds
 
 EXCHANGE_INTERVAL_STEPS: Final = 16
 """Steps between two exchanges of what hosts have measured, beside claims: one small all-reduce, a millisecond."""
-WINDOW: Final = 16
-"""The last accumulations whose median is a host's speed: one that compiled, or was stopped, does not count."""
-MIN_MEASURED: Final = 4
-"""Fewer say nothing: the first ones compile."""
 MIN_GAIN: Final = 1.1
 """The microbatches of a step must be done this many times sooner, or hosts keep those that they have. Noise alone does
 not move work to and fro, which would waste what is read ahead."""
-
-
-class MeasuredSpeed:
-    """What a host measures of its own microbatches in one accumulation, over all generations."""
-
-    def __init__(self) -> None:
-        self._seconds: collections.deque[float] = collections.deque(maxlen=WINDOW)
-        self._estimate_s = 0.0
-        self._num_idle = 0
-
-    def add(self, seconds: float) -> None:
-        """Note what a microbatch took, as the mean over those of one accumulation."""
-        self._seconds.append(seconds)
-        self._num_idle = 0
-
-    def add_idle(self) -> None:
-        """Note an accumulation of which this host computed no microbatch."""
-        self._num_idle += 1
-
-    def estimate(self) -> float:
-        """Return the seconds that a microbatch takes on this host, 0 while they are unknown; once for each exchange."""
-        if self._num_idle >= MIN_MEASURED:
-            # Too slow to get any microbatch, so nothing is measured: it may have become faster, and is tried again.
-            self._seconds.clear()
-            self._estimate_s /= 2
-        elif len(self._seconds) >= MIN_MEASURED:
-            self._estimate_s = statistics.median(self._seconds)
-        return self._estimate_s
 
 
 class HostSpeeds:
@@ -70,24 +37,21 @@ class HostSpeeds:
             changed since they were taken.
     """
 
-    def __init__(self, measured: dict[str, MeasuredSpeed]) -> None:
+    def __init__(self, measured: dict[str, MeasuredSeconds[str]]) -> None:
         self._measured = measured
         self._chosen: dict[str, np.ndarray] = {}
         self.new_shares: tuple[tuple[int, float], ...] = ()
 
     def add(self, name: str, seconds: float | None) -> None:
         """Note what a microbatch of an accumulation took on this host; None: it computed none."""
-        measured = self._measured.setdefault(name, MeasuredSpeed())
-        if seconds is None:
-            measured.add_idle()
-        else:
-            measured.add(seconds)
+        means = {} if seconds is None else {name: seconds}
+        self._measured.setdefault(name, MeasuredSeconds()).add(means)
 
     def estimate(self, spec: AccumulationSpec) -> float:
-        """Return what this host tells the others, once for each exchange: see `MeasuredSpeed.estimate`."""
+        """Return what this host tells the others, once for each exchange: see `MeasuredSeconds.estimate`."""
         # 0 where microbatches are to be assigned evenly: of unknown speeds none is chosen, see `choose_speeds`.
         measured = self._measured.get(spec.name)
-        return measured.estimate() if measured is not None and spec.balance_by_speed else 0.0
+        return measured.estimate().get(spec.name, 0.0) if measured and spec.balance_by_speed else 0.0
 
     def choose(
         self, spec: AccumulationSpec, seconds: np.ndarray, locations: Sequence[ReplicaLocation]

@@ -59,9 +59,10 @@ from resilient_jax.step.data_sample import (
 from resilient_jax.step.device_throttle import DeviceThrottle
 from resilient_jax.step.fixed_point_sum import choose_limits
 from resilient_jax.step.host_grid import LiveHosts
-from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds, MeasuredSpeed
+from resilient_jax.step.host_speeds import EXCHANGE_INTERVAL_STEPS, HostSpeeds
 from resilient_jax.step.limit_exchange import LimitExchange
 from resilient_jax.step.link_speed import LinkMeasurement
+from resilient_jax.step.measured_seconds import MeasuredSeconds
 from resilient_jax.step.microbatch_accumulator import (
     CompilationTurns,
     ComputeFunction,
@@ -111,7 +112,7 @@ class Reducer:
         kept: dict[str, Contributions],
         hooks: StepHooks,
         *,
-        measured_speeds: dict[str, MeasuredSpeed] | None = None,
+        measured_speeds: dict[str, MeasuredSeconds[str]] | None = None,
         max_microbatches: int | None = None,
         auditor: Auditor | None = None,
         watch: SlowHostWatch | None = None,

@@ -10,7 +10,7 @@ from resilient_jax.protocol.state_records import StatePart, UnitKind
 from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.held_shards import HeldShards, find_part_of_state
 from resilient_jax.step.contributions import Contributions
-from resilient_jax.step.host_speeds import MeasuredSpeed
+from resilient_jax.step.measured_seconds import MeasuredSeconds
 from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.host_health import HealthRecord
 from resilient_jax.worker.step_results import StepResults
@@ -64,7 +64,7 @@ class CommittedState:
         self.results = StepResults()
         self.contributions: dict[str, Contributions] = {}
         self.kept: list[KeptArrays] = []
-        self.measured_speeds: dict[str, MeasuredSpeed] = {}
+        self.measured_speeds: dict[str, MeasuredSeconds[str]] = {}
         self.audits = AuditRecord()
         self.health: HealthRecord | None = None
         self.first_step = 0

@@ -16,7 +16,7 @@ from resilient_jax.pipeline_schedule.routes import Hop, Team, make_routes
 from resilient_jax.pipeline_schedule.task_orders import order_tasks, take_equal_time
 from resilient_jax.pipeline_schedule.tasks import KINDS, PipelineSchedule, Task, TaskKind
 from resilient_jax.pipeline_schedule.teams import make_teams, share_microbatches
-from resilient_jax.step.host_speeds import MIN_MEASURED
+from resilient_jax.step.measured_seconds import MIN_MEASURED
 
 SCHEDULE = PipelineSchedule.ZERO_BUBBLE
 TEAMS: list[Team] = [[(HostName("a"), 2), (HostName("b"), 3)], [(HostName("c"), 2), (HostName("d"), 3)]]

@@ -9,12 +9,10 @@ from resilient_jax.pipeline_schedule.makespan import share_tasks
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation, count_by_host, replica_speeds
 from resilient_jax.step.host_speeds import (
     MIN_GAIN,
-    MIN_MEASURED,
-    WINDOW,
     HostSpeeds,
-    MeasuredSpeed,
     choose_speeds,
 )
+from resilient_jax.step.measured_seconds import MIN_MEASURED, WINDOW, MeasuredSeconds
 
 some_seconds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 
@@ -72,37 +70,37 @@ def test_a_replica_of_several_hosts_is_as_fast_as_its_slowest() -> None:
 
 
 def test_compilation_and_stops_do_not_count() -> None:
-    speed = MeasuredSpeed()
+    speed: MeasuredSeconds[str] = MeasuredSeconds()
     for seconds in (60.0, 1.0, 1.0):
-        speed.add(seconds)
-        assert speed.estimate() == 0  # too few to say
+        speed.add({"task": seconds})
+        assert speed.estimate() == {}  # too few to say
     for seconds in (1.0, 30.0, 1.0):
-        speed.add(seconds)
-    assert speed.estimate() == 1
+        speed.add({"task": seconds})
+    assert speed.estimate()["task"] == 1
 
 
 def test_a_host_that_became_slow_is_known_after_a_window() -> None:
-    speed = MeasuredSpeed()
+    speed: MeasuredSeconds[str] = MeasuredSeconds()
     for seconds in [1.0] * WINDOW + [2.0] * (WINDOW // 2 + 1):
-        speed.add(seconds)
-    assert speed.estimate() == 2
+        speed.add({"task": seconds})
+    assert speed.estimate()["task"] == 2
 
 
 def test_a_host_that_gets_no_microbatch_is_tried_again() -> None:
     """It would never be measured otherwise, and stay without work for ever."""
-    speed = MeasuredSpeed()
+    speed: MeasuredSeconds[str] = MeasuredSeconds()
     for _ in range(WINDOW):
-        speed.add(8.0)
-    assert speed.estimate() == pytest.approx(8)
+        speed.add({"task": 8.0})
+    assert speed.estimate()["task"] == pytest.approx(8)
     for _ in range(MIN_MEASURED):
-        speed.add_idle()
-    assert speed.estimate() == pytest.approx(4)
-    assert speed.estimate() == pytest.approx(2)
-    speed.add(1.0)
-    assert speed.estimate() == pytest.approx(2)  # one alone says nothing
+        speed.add({})
+    assert speed.estimate()["task"] == pytest.approx(4)
+    assert speed.estimate()["task"] == pytest.approx(2)
+    speed.add({"task": 1.0})
+    assert speed.estimate()["task"] == pytest.approx(2)  # one alone says nothing
     for _ in range(MIN_MEASURED):
-        speed.add(1.0)
-    assert speed.estimate() == pytest.approx(1)
+        speed.add({"task": 1.0})
+    assert speed.estimate()["task"] == pytest.approx(1)
 
 
 def test_a_change_of_shares_is_news_until_it_is_taken():
