@@ -25,13 +25,10 @@ from resilient_jax.pipeline.step_division import (
 from resilient_jax.pipeline_schedule.routes import Team, list_stages
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, TaskKind
 from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, share_microbatches
-from resilient_jax.policy.devices_after_loss import DeviceChoice
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
-from resilient_jax.step.slowdown_estimate import add_fewer_devices
+from resilient_jax.step.slowdown_estimate import LeaveOut, compare_actions
 
 ComputeGrowth = Callable[[int], float]
-LeaveOut = Callable[[Finding], DeviceChoice | str]
-"""Returns which slow devices a host does without, and its speed then as a fraction of that with all; or why none."""
 BlockTable = Sequence[Mapping[TaskKind, float]]
 """Of each block the seconds of its tasks on a sound host."""
 LAYERED = frozenset({FindingKind.COMPUTE, FindingKind.MEMORY})
@@ -101,27 +98,19 @@ def estimate_pipeline_slowdown(
         redivided=speeds.compute(wanted) if wanted != present else 0.0,
         speeds=wanted,
     )
-    candidates = sorted({*factors, *links})
+    candidates = [one for one in findings if one.host in factors or one.host in links]
     if not candidates:
         return slowdown
     # Of equal ones the slowest by itself: where two are as slow, to replace one of them may not help.
-    slowest = max(
-        candidates,
-        key=lambda host: (speeds.compute_healed(host), factors.get(host, of_links.get(host, 1.0)), host),
+    candidates.sort(
+        key=lambda one: (factors.get(HostName(one.host), of_links.get(HostName(one.host), 1.0)), one.host)
     )
-    can_do_without = len(shape.hosts) > shape.num_stages  # else a host would need the memory of two stages
-    slowdown = msgspec.structs.replace(
+    return compare_actions(
         slowdown,
-        host=slowest,
-        replaced=speeds.compute_healed(slowest),
-        without=speeds.compute_healed(slowest, is_gone=True) if can_do_without else 0.0,
-    )
-    (finding,) = (one for one in findings if one.host == slowest)
-    return add_fewer_devices(
-        slowdown,
-        finding,
-        leave_out(finding),
-        lambda share: speeds.compute_healed(slowest, share=share),
+        candidates[::-1],
+        speeds.compute_healed,
+        leave_out,
+        has_spare=len(shape.hosts) > shape.num_stages,  # else a host would need the memory of two stages
     )
 
 
@@ -147,14 +136,16 @@ class _Speeds(msgspec.Struct, frozen=True, kw_only=True):
         """Return the speed with layers divided by `speeds`."""
         return self._compute(self.shape, speeds, self.factors, self.links)
 
-    def compute_healed(self, host: HostName, *, is_gone: bool = False, share: float = 1.0) -> float:
-        """Return the speed with a sound host in the place of one, which has a share of the devices, or without it."""
+    def compute_healed(self, host: HostName, share: float) -> float:
+        """Return the speed with a sound host, which has a share of the devices, in the place of one; see
+        `PredictSpeed`.
+        """
         shape = self.shape
-        if share < 1:
+        if not share:
+            shape = msgspec.structs.replace(shape, hosts=tuple(one for one in shape.hosts if one != host))
+        elif share < 1:
             shares = combine_speeds(shape.device_speeds, {host: share})
             shape = msgspec.structs.replace(shape, device_speeds=shares)
-        if is_gone:
-            shape = msgspec.structs.replace(shape, hosts=tuple(one for one in shape.hosts if one != host))
         factors, links = (
             {name: factor for name, factor in found.items() if name != host}
             for found in (self.factors, self.links)

@@ -269,7 +269,7 @@ class Reducer:
             total, misfits = layout.add_up(contributions, self.partners)
             jax.block_until_ready(total)
         if self.watch is not None:
-            self.watch.add_wait(spec, time.monotonic() - began_s)
+            self.watch.amend(spec, wait_s=time.monotonic() - began_s)
         self._hooks.hit_failpoint(FailPoint.AFTER_REDUCE)
         self._hooks.raise_if_ended()
         return total, misfits

@@ -142,19 +142,11 @@ class SlowHostWatch:
         timings = self._timings.setdefault(spec.name, collections.deque(maxlen=EXCHANGE_INTERVAL_STEPS))
         timings.append(StepTiming(step=spec.step, works=works))
 
-    def add_wait(self, spec: AccumulationSpec, seconds: float) -> None:
-        """Note what the reduction took after the microbatches that were noted last, with its wait for other hosts."""
+    def amend(self, spec: AccumulationSpec, **measured: float) -> None:
+        """Set more of the `StepTiming` of the microbatches that were noted last, if these are of this step."""
         timings = self._timings.get(spec.name)
         if timings and timings[-1].step == spec.step:
-            timings[-1] = msgspec.structs.replace(timings[-1], wait_s=seconds)
-
-    def add_received(self, spec: AccumulationSpec, num_bytes: int, seconds: float) -> None:
-        """Note what came by mail, and how long that was under way, before the end of the microbatches noted last."""
-        timings = self._timings.get(spec.name)
-        if timings and timings[-1].step == spec.step:
-            timings[-1] = msgspec.structs.replace(
-                timings[-1], received_bytes=float(num_bytes), received_s=seconds
-            )
+            timings[-1] = msgspec.structs.replace(timings[-1], **measured)
 
     def take_report(self, spec: AccumulationSpec) -> WatchReport:
         """Return what this host tells the others before an accumulation."""

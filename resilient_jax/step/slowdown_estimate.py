@@ -7,7 +7,6 @@ all of what the reduction takes longer, for no share gives that back.
 """
 
 import statistics
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -29,7 +28,11 @@ CAUSED_BY_HOST: Final = frozenset(
     {FindingKind.COMPUTE, FindingKind.MEMORY, FindingKind.INPUT, FindingKind.LINK}
 )
 """Kinds of slowness that a host has by itself. Others may be the script's, which any host in its place would run."""
-NO_SHARES: Final[Mapping[HostName, float]] = types.MappingProxyType({})
+LeaveOut = Callable[[Finding], DeviceChoice | str]
+"""Returns which slow devices a host does without, and its speed then as a fraction of that with all; or why none."""
+PredictSpeed = Callable[[HostName, float], float]
+"""Returns the speed of a job, as a fraction of that with all hosts sound, with a sound host in the place of one. That
+host has a share of the usual speed: 1, less with fewer devices, or 0 if no host takes the place."""
 
 
 def estimate_slowdown(
@@ -54,7 +57,7 @@ def estimate_slowdown(
         after_loss: what a host does with the devices that are left when others are taken out.
     """
     slow = {HostName(finding.host): finding for finding in findings}
-    candidates = [host for host in hosts if host in slow and slow[host].kind in CAUSED_BY_HOST]
+    candidates = [slow[host] for host in hosts if host in slow and slow[host].kind in CAUSED_BY_HOST]
     measured = {host: _compute_microbatch_s(told) for host, told in zip(hosts, timings, strict=True)}
     sound = [seconds for host, seconds in measured.items() if host not in slow and seconds > 0]
     if not candidates or not sound:
@@ -62,12 +65,9 @@ def estimate_slowdown(
     usual_s = statistics.median(sound)
     reduction_s = _compute_reduction_s(timings)
 
-    def predict_s(
-        present: Sequence[HostName],
-        still_slow: Mapping[HostName, Finding],
-        shares: Mapping[HostName, float] = NO_SHARES,
-    ) -> float:
-        """Return the seconds of a step of these hosts; some are slow, or have a share of the usual speed."""
+    def predict_s(still_slow: Mapping[HostName, Finding], shares: Mapping[HostName, float]) -> float:
+        """Return the seconds of a step; some hosts are slow, or have a share of the usual speed; 0: they are gone."""
+        present = [host for host in hosts if shares.get(host, 1.0)]
         seconds = [
             max(measured[host] or usual_s * still_slow[host].factor, usual_s)
             if host in still_slow and still_slow[host].kind is not FindingKind.LINK
@@ -80,51 +80,47 @@ def estimate_slowdown(
         finish_s = estimate_finish_s(num_microbatches, shared_by, speeds)
         return finish_s + _scale_reduction_s(reduction_s, slow, still_slow)
 
-    full_s, kept_s = predict_s(hosts, {}), predict_s(hosts, slow)
-    replaced_s = {host: predict_s(hosts, _leave_out(slow, host)) for host in candidates}
-    slowest = min(candidates, key=lambda host: replaced_s[host])
-    others = [host for host in hosts if host != slowest]
-    left = _leave_out(slow, slowest)
-    slowdown = Slowdown(
-        generation=generation,
-        host=slowest,
-        kept=full_s / kept_s,
-        replaced=full_s / replaced_s[slowest],
-        without=full_s / predict_s(others, left) if others else 0.0,
-    )
-    found = slow[slowest]
-    choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
-    return add_fewer_devices(
-        slowdown,
-        found,
-        choice or explain_all_devices(found.slow_devices, after_loss),
-        lambda share: full_s / predict_s(hosts, left, {slowest: share}),
-    )
+    def predict_speed(host: HostName, share: float) -> float:
+        still_slow = {name: finding for name, finding in slow.items() if name != host}
+        return full_s / predict_s(still_slow, {host: share})
+
+    def leave_out(found: Finding) -> DeviceChoice | str:
+        choice = choose_devices_to_leave_out(found.device_speeds, found.slow_devices, after_loss)
+        return choice or explain_all_devices(found.slow_devices, after_loss)
+
+    full_s = predict_s({}, {})
+    slowdown = Slowdown(generation=generation, kept=full_s / predict_s(slow, {}))
+    return compare_actions(slowdown, candidates, predict_speed, leave_out, has_spare=len(hosts) > 1)
 
 
-def _leave_out(slow: Mapping[HostName, Finding], host: HostName) -> dict[HostName, Finding]:
-    return {name: finding for name, finding in slow.items() if name != host}
-
-
-def add_fewer_devices(
+def compare_actions(
     slowdown: Slowdown,
-    found: Finding,
-    choice: DeviceChoice | str,
-    predict_speed: Callable[[float], float],
+    candidates: Sequence[Finding],
+    predict_speed: PredictSpeed,
+    leave_out: LeaveOut,
+    *,
+    has_spare: bool,
 ) -> Slowdown:
-    """Return what slow hosts cost, with the speed of the job without slow devices of the slowest host.
+    """Return a slowdown with its slowest host, and the speed of the job after each action about that host.
 
     Args:
-        slowdown: what they cost if no device is left out.
-        found: what was found about the slowest host.
-        choice: devices that the slowest host does without; or why it keeps all of them.
-        predict_speed: gives the speed of the job if the host has this part of its usual speed.
+        slowdown: what slow hosts cost if nothing is done.
+        candidates: what was found about hosts that may be the slowest; of equal ones the first is.
+        has_spare: whether the job can go on with one host less.
     """
-    slow_devices = found.slow_devices
-    slowdown = msgspec.structs.replace(slowdown, devices=slow_devices, slow_devices=slow_devices)
-    if isinstance(choice, str):
-        return msgspec.structs.replace(slowdown, why_all_devices=choice)
-    return msgspec.structs.replace(slowdown, devices=choice.out, fewer_devices=predict_speed(choice.speed))
+    found = max(candidates, key=lambda one: predict_speed(HostName(one.host), 1.0))
+    host, choice = HostName(found.host), leave_out(found)
+    out, why = (found.slow_devices, choice) if isinstance(choice, str) else (choice.out, "")
+    return msgspec.structs.replace(
+        slowdown,
+        host=host,
+        replaced=predict_speed(host, 1.0),
+        without=predict_speed(host, 0.0) if has_spare else 0.0,
+        devices=out,
+        slow_devices=found.slow_devices,
+        fewer_devices=0.0 if isinstance(choice, str) else predict_speed(host, choice.speed),
+        why_all_devices=why,
+    )
 
 
 def _compute_microbatch_s(told: Sequence[StepTiming]) -> float:

@@ -168,7 +168,11 @@ class StageWatch:
                 for microbatch, waited_s in zip(work.microbatches, work.waited_s, strict=True)
             ]
             self._slow_hosts.add(self._describe_step(step), [len(work.microbatches)], work.seconds, inputs)
-            self._slow_hosts.add_received(self._describe_step(step), received.num_bytes, received.seconds)
+            self._slow_hosts.amend(
+                self._describe_step(step),
+                received_bytes=float(received.num_bytes),
+                received_s=received.seconds,
+            )
         self._num_steps += 1
         if self._num_steps <= UNUSUAL_ACCUMULATIONS:
             self._worker.timings.clear()

@@ -155,7 +155,7 @@ class Job:
                 seconds = MICROBATCHES * self.seconds[name] * share * self._chance.gauss(1, 0.02)
                 one = MicrobatchInput(self.input_s[name] / MICROBATCHES, lengths)
                 watch.add(spec, [MICROBATCHES], seconds, [one] * MICROBATCHES)
-                watch.add_wait(spec, self.reduction_s * self._chance.uniform(1, 1.1))
+                watch.amend(spec, wait_s=self.reduction_s * self._chance.uniform(1, 1.1))
             self.clock.advance(MICROBATCHES * MICROBATCH_S)
 
     def draw_lengths(self, name: str, step: int) -> np.ndarray | None:
