@@ -28,7 +28,7 @@ from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_fu
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.arranger import Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
-from resilient_jax.trainer.evaluator import Evaluator
+from resilient_jax.trainer.evaluator import Evaluator, ReplicaEvaluator
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.fit_result import FitResult
 from resilient_jax.trainer.host_checks import (
@@ -113,7 +113,7 @@ class FitLoop:
         self._compiler: SpeculativeCompiler | None = None
         self._compiled_meshes: set[MeshShape] = set()
         """Those for which the programs of a sharded state are in the compilation cache."""
-        self._evaluator: Evaluator | PipelinedEvaluator | None = None
+        self._evaluator: Evaluator | None = None
         self._pipeline: PipelinedSteps | None = None
         self._checkpointer = (
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
@@ -288,7 +288,7 @@ class FitLoop:
         if config.evaluation is not None:
             pipeline = self._pipeline
             self._evaluator = (
-                Evaluator(config, programs)
+                ReplicaEvaluator(config, programs)
                 if pipeline is None
                 else PipelinedEvaluator(config, programs, pipeline)
             )

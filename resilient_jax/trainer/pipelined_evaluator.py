@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh
 from resilient_jax.blocks.cut_model import CutModel
 from resilient_jax.blocks.forward_model import ForwardBlock, cut_forward, shard_forward
 from resilient_jax.data.microbatch_rows import ALL_ROWS
-from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.stage_runner import LOSS
@@ -19,8 +18,8 @@ from resilient_jax.pipeline_schedule.routes import Routes, make_routes
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
-from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.evaluation import EvaluationSums, compute_metrics
+from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.pipelined_loss import make_marked_loss
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
@@ -36,7 +35,7 @@ READ_WINDOW: Final = 32
 """Microbatches, of which at most so many are kept once they are computed."""
 
 
-class PipelinedEvaluator:
+class PipelinedEvaluator(Evaluator):
     """Runs the evaluation through the stages, with its own data and programs. No weights go from host to host."""
 
     def __init__(self, config: FitConfig, programs: TrainStep, steps: PipelinedSteps) -> None:
@@ -46,36 +45,20 @@ class PipelinedEvaluator:
             CallerError: the evaluation's loss cannot be cut where the training's loss is; the message says what stands
                 in the way.
         """
-        assert config.evaluation is not None
-        evaluation, recipe = config.evaluation, config.recipe
-        size = evaluation.microbatch_size or config.microbatch_size
-        data = evaluation.make_data(size, recipe.seed)
-        self._evaluation, self._num_steps, self._steps = evaluation, config.num_steps, steps
-        self._num_microbatches = evaluation.count_microbatches(size)
-        blocks = _cut(config, programs, make_abstract(data.batch(0, 0)), steps.sharding.mesh.abstract_mesh)
+        super().__init__(config)
+        self._steps, size = steps, self._microbatch_size
+        blocks = _cut(config, programs, self._example, steps.sharding.mesh.abstract_mesh)
         _check_blocks(blocks, steps.cut)
         # Examples that do not divide among the devices are on each of them.
         is_divisible = size % steps.sharding.num_example_shares == 0
         self._num_examples = size if is_divisible else 0
         sharding = steps.sharding.with_examples(self._num_examples)
         self._blocks = shard_forward(blocks, sharding) if sharding.mesh.size > 1 else blocks
-        self._make_key = jax.jit(functools.partial(make_microbatch_key, recipe.seed))
-        self._data = Prefetcher(
-            data,
-            buffer_size=config.read_options.prefetch_buffer_size,
-            num_threads=config.read_options.num_threads,
-        )
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to evaluate when `step` steps are committed."""
-        return self._evaluation.is_due(step, self._num_steps)
+        self._make_key = jax.jit(functools.partial(make_microbatch_key, config.recipe.seed))
+        self._start_reading(config.read_options)
 
     def evaluate(self, layout: StateLayout, state: PipelinedState) -> dict[str, float]:
-        """Return the mean of each metric over all microbatches; in a rehearsal zeros. Every host must call this.
-
-        Raises:
-            PeerUnreachable: a host is lost, or late; in the next generation the evaluation is made anew.
-        """
+        """Return the mean of each metric; see `Evaluator.evaluate`."""
         if layout.world.is_rehearsal:  # the other hosts send nothing
             names = [LOSS, *(name for block in self._blocks for name in block.result_names)]
             return self._compute_metrics(dict.fromkeys(names, 0.0))
@@ -111,10 +94,6 @@ class PipelinedEvaluator:
         """Return the means, from sums by name, those of weights among them."""
         found = join_weights(sums)
         return compute_metrics(EvaluationSums(found.pop(LOSS), found), self._num_microbatches)
-
-    def close(self) -> None:
-        """End the threads of the prefetcher."""
-        self._data.close()
 
 
 def _list_own(routes: Routes, world: World) -> list[int]:
