@@ -27,29 +27,52 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
 
 Tree = TypeVar("Tree")
+SourceT = TypeVar("SourceT", bound=StateSource)
 HOLDERS_OF_UNIT: Final = 2
 """That a host reads one unit from: the second in case that the first fails."""
 
 
-class ShardRestore:
-    """The restore of one generation.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StatePeers:
+    """How this worker reads states from its peers, and they from it.
 
-    Args:
-        raise_if_ended: raises when the generation has ended.
+    Attributes:
+        offers: what this worker offers.
+        raise_if_ended: raises when the generation that reads has ended.
     """
 
-    def __init__(
+    host: HostName
+    offers: StateOffers
+    credentials: Credentials
+    raise_if_ended: Callable[[], None]
+    record_event: Callable[..., object]
+
+    def order(self, generation: Generation, sources: Sequence[SourceT]) -> list[SourceT]:
+        """Return sources in the order in which this host asks them: hosts ask different ones first."""
+        position = [member.host for member in generation.membership.members].index(self.host)
+        turn = position % max(len(sources), 1)
+        return [*sources[turn:], *sources[:turn]]
+
+    def open_reader(
         self,
-        host: HostName,
         generation: Generation,
-        offers: StateOffers,
-        credentials: Credentials,
-        raise_if_ended: Callable[[], None],
-        record_event: Callable[..., object],
-    ) -> None:
-        self._host, self._generation = host, generation
-        self._offers, self._credentials = offers, credentials
-        self._raise_if_ended, self._record_event = raise_if_ended, record_event
+        sources: Sequence[StateSource],
+        own: StateOffer | None = None,
+        *,
+        number: int = 0,
+    ) -> WorkerReader:
+        """Return a reader of what sources hold; see `WorkerReader`."""
+        on_failed = functools.partial(record_failed_source, self.record_event)
+        return WorkerReader(
+            generation.number, sources, self.credentials, self.raise_if_ended, on_failed, own, number=number
+        )
+
+
+class ShardRestore:
+    """The restore of one generation."""
+
+    def __init__(self, generation: Generation, peers: StatePeers) -> None:
+        self._generation, self._peers = generation, peers
 
     def restore(
         self,
@@ -78,8 +101,8 @@ class ShardRestore:
         lacked = {unit for units in exchange.gather(lacking) for unit in units}
         own = None
         if held is not None and (not has_all or not lacked.isdisjoint(_list_units(held))):
-            own = held.copy(self._host, self._generation.number)
-            self._offers.offer(own)
+            own = held.copy(self._peers.host, self._generation.number)
+            self._peers.offers.offer(own)
         if has_all:
             assert present is not None
             return restore_state(abstract, present, sharding)
@@ -89,7 +112,7 @@ class ShardRestore:
         with contextlib.closing(self._open_reader(lacking, own)) as reader:
             step, state = restore_snapshot(abstract, reader, sharding, failpoint=failpoint)
         placed = flatten_state(step, state)
-        self._record_event(
+        self._peers.record_event(
             EventKind.STATE_FETCHED,
             bytes=HeldShards(self._holders[0].part, placed).nbytes,
             seconds=time.monotonic() - started_s,
@@ -115,26 +138,17 @@ class ShardRestore:
         return tuple(unit for first, end in part.runs for unit in range(first, end))
 
     def _open_reader(self, units: Sequence[int], own: StateOffer | None) -> WorkerReader:
-        position = [member.host for member in self._generation.membership.members].index(self._host)
         sources: dict[HostName, StateSource] = {}
         for unit in units:
             holders = [
                 holder
                 for holder in self._holders
-                if holder.host != self._host and any(first <= unit < end for first, end in holder.part.runs)
+                if holder.host != self._peers.host
+                and any(first <= unit < end for first, end in holder.part.runs)
             ]
-            # By position, so that hosts ask different holders first.
-            turn = position % max(len(holders), 1)
-            for holder in [*holders[turn:], *holders[:turn]][:HOLDERS_OF_UNIT]:
+            for holder in self._peers.order(self._generation, holders)[:HOLDERS_OF_UNIT]:
                 sources[holder.host] = StateSource(host=holder.host, endpoint=holder.endpoint)
-        return WorkerReader(
-            self._generation.number,
-            tuple(sources.values()),
-            self._credentials,
-            self._raise_if_ended,
-            functools.partial(record_failed_source, self._record_event),
-            own,
-        )
+        return self._peers.open_reader(self._generation, tuple(sources.values()), own)
 
 
 def _list_units(held: HeldShards) -> set[int]:

@@ -1,48 +1,27 @@
 """Brings the committed state from one generation into the next: kept, copied to host memory, or fetched from a host."""
 
-import collections
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName
 from resilient_jax.protocol.generation import Generation
 from resilient_jax.protocol.generation_scoped import GenerationScoped
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.protocol.state_records import StateSource
 from resilient_jax.state.flat_state import FlatState, copy_to_host
-from resilient_jax.state.peer_transfer import StateOffer, StateOffers, WorkerReader, record_failed_source
+from resilient_jax.state.peer_transfer import StateOffer
 from resilient_jax.state.restore import read_whole_state
-from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.committed_state import CommittedState
-from resilient_jax.worker.shard_restore import ShardRestore
+from resilient_jax.worker.shard_restore import ShardRestore, StatePeers
 from resilient_jax.worker.step_results import RESULTS_NUMBER
 
 
 class StateHandover(GenerationScoped):
-    """Both sides of a transfer between workers, and what needs none.
+    """Both sides of a transfer between workers, and what needs none."""
 
-    Args:
-        raise_if_ended: raises when the new generation has ended, too.
-    """
-
-    def __init__(
-        self,
-        host: HostName,
-        committed: CommittedState,
-        offers: StateOffers,
-        credentials: Credentials,
-        raise_if_ended: Callable[[], None],
-        record_event: Callable[..., object],
-    ) -> None:
-        self._host = host
-        self._committed = committed
-        self._offers = offers
-        self._credentials = credentials
-        self._raise_if_ended = raise_if_ended
-        self._record_event = record_event
+    def __init__(self, committed: CommittedState, peers: StatePeers) -> None:
+        self._committed, self._peers = committed, peers
 
     def keep_devices(self, generation: Generation) -> None:
         """Return with the state of `generation.state.step` here, or knowing where the train function gets it from."""
@@ -65,7 +44,7 @@ class StateHandover(GenerationScoped):
                 self._leave_devices_for_snapshot(generation, generation.state.snapshot)
             committed.set_snapshot_plan(generation.state.snapshot)
             return
-        if self._host in generation.state.receivers:
+        if self._peers.host in generation.state.receivers:
             committed.clear()  # before the fetch: an older state is of no use, and takes memory
             committed.state = self._fetch(generation)
             return
@@ -79,7 +58,7 @@ class StateHandover(GenerationScoped):
             # arrays themselves, and a re-form takes them away.
             copy = self._copy_to_host(state)
             if generation.state.receivers:
-                self._offers.offer(StateOffer.of_state(self._host, generation.number, copy))
+                self._peers.offers.offer(StateOffer.of_state(self._peers.host, generation.number, copy))
             if not in_place:
                 committed.state = copy
                 committed.move_contributions_to_host()
@@ -102,7 +81,7 @@ class StateHandover(GenerationScoped):
     def _prepare_part(self, generation: Generation, *, in_place: bool) -> None:
         """Have this host's part of the state, if it has one, where the train function finds it."""
         committed = self._committed
-        if self._host in generation.state.receivers:
+        if self._peers.host in generation.state.receivers:
             committed.clear(keeps_copies=in_place)
             committed.set_parts(generation.state.step)
             return
@@ -111,7 +90,7 @@ class StateHandover(GenerationScoped):
             committed.move_contributions_to_host()
             committed.have_kept_leave(generation)
             if committed.shards is not None:
-                committed.shards = committed.shards.move_to_host(self._host, generation.number)
+                committed.shards = committed.shards.move_to_host(self._peers.host, generation.number)
 
     def _keep_state(self) -> None:
         """Move the state to host memory: this worker leaves its world while others train.
@@ -129,14 +108,14 @@ class StateHandover(GenerationScoped):
     def _copy_to_host(self, state: FlatState) -> FlatState:
         started_s = time.monotonic()
         copy = copy_to_host(state)
-        self._record_event(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
+        self._peers.record_event(
+            EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s
+        )
         return copy
 
     def make_shard_restore(self, generation: Generation) -> ShardRestore:
         """Return how a state in shards comes to its place in a generation."""
-        return ShardRestore(
-            self._host, generation, self._offers, self._credentials, self._raise_if_ended, self._record_event
-        )
+        return ShardRestore(generation, self._peers)
 
     def read_results(self, generation: Generation) -> FlatState:
         """Return what members that have committed the step before `generation.state.step` have found in it.
@@ -153,18 +132,8 @@ class StateHandover(GenerationScoped):
         return self._read(generation, ahead, RESULTS_NUMBER)
 
     def _read(self, generation: Generation, sources: Sequence[StateSource], number: int = 0) -> FlatState:
-        # By position, so that receivers ask different sources first.
-        position = [member.host for member in generation.membership.members].index(self._host)
-        in_turn = collections.deque(sources)
-        in_turn.rotate(-position)
-        with WorkerReader(
-            generation.number,
-            in_turn,
-            self._credentials,
-            self._raise_if_ended,
-            functools.partial(record_failed_source, self._record_event),
-            number=number,
-        ) as reader:
+        in_turn = self._peers.order(generation, sources)
+        with self._peers.open_reader(generation, in_turn, number=number) as reader:
             return read_whole_state(reader)
 
     def _fetch(self, generation: Generation) -> FlatState:
@@ -175,5 +144,7 @@ class StateHandover(GenerationScoped):
                 f"state of step {state.step} arrived where generation {generation.number} resumes from step "
                 f"{generation.state.step}"
             )
-        self._record_event(EventKind.STATE_FETCHED, bytes=state.nbytes, seconds=time.monotonic() - started_s)
+        self._peers.record_event(
+            EventKind.STATE_FETCHED, bytes=state.nbytes, seconds=time.monotonic() - started_s
+        )
         return state

@@ -78,6 +78,7 @@ from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, Ob
 from resilient_jax.worker.rehearsal import rehearse
 from resilient_jax.worker.script_fingerprint import describe_script
 from resilient_jax.worker.session import Session
+from resilient_jax.worker.shard_restore import StatePeers
 from resilient_jax.worker.state_handover import StateHandover
 from resilient_jax.worker.step_repetition import list_behind, repeat_step
 from resilient_jax.worker.step_results import RESULTS_NUMBER
@@ -139,14 +140,14 @@ class Worker:
             polls_checkpoints=find_latest_checkpoint is not None,
             on_pause=lambda: self._poller.resume(),  # the job may end before this worker is idle
         )
-        self._handover = StateHandover(
-            settings.host,
-            self._committed,
-            self._offers,
-            credentials,
-            self._agent.raise_if_ended,
-            self._record_event,
+        peers = StatePeers(
+            host=settings.host,
+            offers=self._offers,
+            credentials=credentials,
+            raise_if_ended=self._agent.raise_if_ended,
+            record_event=self._record_event,
         )
+        self._handover = StateHandover(self._committed, peers)
         self._poller = CheckpointPoller(
             find_latest_checkpoint,
             functools.partial(self._agent.report_found, worker_protocol.report_checkpoint),

@@ -10,6 +10,7 @@ from resilient_jax.protocol.generation import Generation, GenerationPhase, Resum
 from resilient_jax.protocol.record_parts import change_fields
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan
 from resilient_jax.worker.committed_state import CommittedState, KeptArrays
+from resilient_jax.worker.shard_restore import StatePeers
 from resilient_jax.worker.state_handover import StateHandover
 
 
@@ -32,7 +33,14 @@ def prepare(*, in_place: bool = False, step: int = 6, **changes: Any) -> tuple[K
     committed.kept.append(kept)
     committed.set_parts(6)
     unused: Any = SimpleNamespace()
-    handover = StateHandover(HostName("a"), committed, unused, unused, lambda: None, lambda *_: None)
+    peers = StatePeers(
+        host=HostName("a"),
+        offers=unused,
+        credentials=unused,
+        raise_if_ended=lambda: None,
+        record_event=lambda *_: None,
+    )
+    handover = StateHandover(committed, peers)
     plan = SnapshotPlan(id=SnapshotId(step, GenerationNumber(1)), groups=(), sources=())
     generation = Generation(
         number=GenerationNumber(2),
