@@ -274,7 +274,7 @@ class Reducer:
         self._hooks.raise_if_ended()
         return total, misfits
 
-    def repeat(
+    def assemble_sum(
         self, spec: AccumulationSpec, zeros: Tree, replica_shape: ReplicaShape, found: Sequence[Any]
     ) -> Tree:
         """Return the sum of an accumulation that other hosts have finished, of this host's shards and what they found.

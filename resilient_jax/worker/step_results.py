@@ -98,7 +98,7 @@ class StepResults:
             host, generation, FlatState(step=step, leaves=tuple(leaves), strings=names)
         )
 
-    def repeat(self, found: FlatState) -> "RepeatedResults":
+    def make_repeated(self, found: FlatState) -> "RepeatedResults":
         """Return the results for a step that is run again: of the step those that were read from another host."""
         arrays: dict[str, list[np.ndarray]] = {number: [] for number in found.strings}
         for leaf in found.leaves:

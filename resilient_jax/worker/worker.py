@@ -332,7 +332,7 @@ class Worker:
         if self._connector.has_given_up:
             raise PeerUnreachable(f"{host}: a collective was given up, so that no step can be finished here")
         started_s = time.monotonic()
-        results = self._committed.results.repeat(self._handover.read_results(generation))
+        results = self._committed.results.make_repeated(self._handover.read_results(generation))
         repeat_step(train_fn, self._before, self._committed, results, self._agent, self._mail)
         self._record_event(EventKind.STEP_REPEATED, step=state.step - 1, seconds=time.monotonic() - started_s)
 

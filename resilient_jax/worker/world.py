@@ -358,7 +358,7 @@ class World:
         if num_microbatches < 1:
             raise CallerError(f"num_microbatches: found {num_microbatches}, expected at least 1")
         if (repeated := self._session.repeated) is not None:
-            return self._reducer.repeat(spec, zeros, options.replica_shape, repeated.take_sum(name))
+            return self._reducer.assemble_sum(spec, zeros, options.replica_shape, repeated.take_sum(name))
         total = self._reducer.accumulate_microbatches(
             spec,
             compute_fn,

@@ -41,7 +41,7 @@ def test_a_step_gets_what_others_found_in_it_in_the_order_of_the_calls() -> None
     mine.begin()
     mine.add(REDUCED, [np.int32(3)])
     mine.begin_step(4)
-    repeated = mine.repeat(read(find_results().offer(HOST, GENERATION, 4)))
+    repeated = mine.make_repeated(read(find_results().offer(HOST, GENERATION, 4)))
     assert repeated.take_reduced([np.int32(0)]) == (3,), "before the step each has its own results"
     repeated.is_step_begun = True
     # The script may have evaluated in the first try alone.
@@ -58,12 +58,12 @@ def test_a_step_gets_what_others_found_in_it_in_the_order_of_the_calls() -> None
 
 def test_calls_that_others_did_not_make_are_an_error_after_which_a_snapshot_is_read() -> None:
     of_others = read(find_results().offer(HOST, GENERATION, 4))
-    repeated = StepResults().repeat(of_others)
+    repeated = StepResults().make_repeated(of_others)
     repeated.is_step_begun = True
     with pytest.raises(PeerUnreachable, match="found no result of its all_reduce"):
         repeated.take_reduced([np.zeros(2, np.float32)])
     with pytest.raises(PeerUnreachable, match="found no result of its accumulation 'other'"):
-        StepResults().repeat(of_others).take_sum("other")
+        StepResults().make_repeated(of_others).take_sum("other")
 
 
 def test_only_the_last_two_steps_are_kept_and_none_whose_arrays_were_donated() -> None:
