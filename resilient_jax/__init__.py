@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from resilient_jax.errors import StateError as StateError
     from resilient_jax.sharding.logical_axes import LogicalAxisRules as LogicalAxisRules
     from resilient_jax.sharding.raveled_array import RaveledArray as RaveledArray
+    from resilient_jax.state.array_digest import digest_tree as digest_tree
     from resilient_jax.step.assignment import AccumulationOptions as AccumulationOptions
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.step.microbatch_accumulator import Microbatch as Microbatch
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from resilient_jax.trainer.step_report import StepReport as StepReport
     from resilient_jax.trainer.trainer import Trainer as Trainer
     from resilient_jax.trainer.trainer_step import TrainerStep as TrainerStep
-    from resilient_jax.trainer.tree_digest import digest_tree as digest_tree
     from resilient_jax.weighted_mean import WeightedMean as WeightedMean
     from resilient_jax.worker.run import run as run
     from resilient_jax.worker.sharded_state import ShardedState as ShardedState

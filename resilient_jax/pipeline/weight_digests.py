@@ -10,7 +10,7 @@ from resilient_jax.errors import InternalError
 from resilient_jax.host_exchange.step_mail import StepMail
 from resilient_jax.ids import HostName
 from resilient_jax.pipeline.block_state import UnitState
-from resilient_jax.state.array_digest import add_array
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.transport.mail_protocol import MailKind
 
 DIGESTS_MAIL: Final = MailKind("digests")
@@ -43,7 +43,7 @@ def digest_weights(
         PeerUnreachable: a host is lost, or late.
         InternalError: two hosts have other bits of one weight.
     """
-    mine = {name: digest_weight(value) for state in states.values() for name, value in state.weights.items()}
+    mine = {name: digest_tree(value) for state in states.values() for name, value in state.weights.items()}
     told = mail.make_exchange(hosts, own, DIGESTS_MAIL).gather_by_host(WeightDigests(mine))
     found: dict[str, tuple[HostName, str]] = {}
     for host in hosts:
@@ -58,10 +58,3 @@ def digest_weights(
     for name, (_, digest) in sorted(found.items()):
         whole.update(f"{name} {digest}\n".encode())
     return whole.hexdigest()
-
-
-def digest_weight(value: object) -> str:
-    """Return the SHA-256, in hex, of an array with its dtype and shape."""
-    digest = hashlib.sha256()
-    add_array(digest, "", value)
-    return digest.hexdigest()

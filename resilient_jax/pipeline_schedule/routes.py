@@ -146,6 +146,11 @@ def validate_routes(routes: Iterable[Route]) -> Routes:
     return found
 
 
+def list_microbatches(routes: Iterable[Route], host: HostName) -> list[int]:
+    """Return the microbatches of which a host computes some blocks, in the order of routes."""
+    return [route.microbatch for route in routes if any(hop.host == host for hop in route.hops)]
+
+
 def find_holders(teams: Sequence[Team]) -> tuple[frozenset[HostName], ...]:
     """Return for each block the hosts that have it in a team, whatever the quota of the team."""
     routes = validate_routes([make_route(index, team) for index, team in enumerate(teams)])

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from resilient_jax.errors import CallerError
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.state.leaf_kinds import is_random_key
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
-from resilient_jax.trainer.tree_digest import digest_tree
 
 Tree = Any
 """A pytree of arrays."""

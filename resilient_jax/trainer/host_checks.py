@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.host_exchange import CollectiveExchange
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.initial_variables import GivenLeaves
-from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.worker.world import World
 
 LEAVING_INTERVAL_S = 0.05

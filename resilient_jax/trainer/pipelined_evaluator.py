@@ -14,7 +14,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.pipeline.stage_evaluation import StageEvaluation
 from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline_schedule.makespan import share_tasks
-from resilient_jax.pipeline_schedule.routes import Routes, make_routes
+from resilient_jax.pipeline_schedule.routes import list_microbatches, make_routes
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
@@ -67,7 +67,7 @@ class PipelinedEvaluator(Evaluator):
         # Replicas get as much as in a step: in proportion to their hosts, or as their speed was measured.
         shares = share_tasks(self._num_microbatches, placement.quotas)
         routes = make_routes(placement.teams, shares)
-        own = _list_own(routes, world)
+        own = list_microbatches(routes, world.host)
         places = {index: place for place, index in enumerate(own)}
 
         def read(index: int) -> tuple[Tree, jax.Array]:
@@ -94,11 +94,6 @@ class PipelinedEvaluator(Evaluator):
         """Return the means, from sums by name, those of weights among them."""
         found = join_weights(sums)
         return compute_metrics(EvaluationSums(found.pop(LOSS), found), self._num_microbatches)
-
-
-def _list_own(routes: Routes, world: World) -> list[int]:
-    """Return the microbatches of which this host computes some blocks."""
-    return [route.microbatch for route in routes if any(hop.host == world.host for hop in route.hops)]
 
 
 def _before_microbatch(world: World, microbatch: int) -> None:

@@ -27,10 +27,12 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.pipeline.block_state import UnitState
 from resilient_jax.pipeline.commit_table import CommitTable
 from resilient_jax.pipeline.pipeline_step import PipelineGeneration, PipelineWorker
+from resilient_jax.pipeline.stage_runner import LOSS
 from resilient_jax.pipeline.state_units import list_state_units
 from resilient_jax.pipeline.step_progress import PROGRESS_STEP
 from resilient_jax.pipeline.sum_pieces import list_scalar_results
 from resilient_jax.pipeline.unit_exchange import exchange_units
+from resilient_jax.pipeline_schedule.routes import list_microbatches
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule, Task, TaskKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.generation import Generation
@@ -62,7 +64,6 @@ from resilient_jax.worker.world import World
 HOST_NUMBERS_MAIL: Final = MailKind("host_numbers")
 """Small arrays of a host that are added up over all, in a world that can form no collective."""
 
-LOSS_METRIC = "loss"
 MIN_MEASURED_BYTES = 2**20
 """With fewer bytes the time is that of messages."""
 FAILPOINTS = {
@@ -265,7 +266,7 @@ class PipelinedSteps(KeptArrays):
         world = placement.world
         if world.is_rehearsal:
             rehearsed = self._rehearse(placement, state)
-            return rehearsed, dict.fromkeys([*list_scalar_results(self.cut), LOSS_METRIC, "grad_norm"], 0.0)
+            return rehearsed, dict.fromkeys([*list_scalar_results(self.cut), LOSS, "grad_norm"], 0.0)
         if (found := int(state.step)) != step:
             raise CallerError(
                 f"step {step}: found a state after {found} steps, expected the one after {step}: what the step before "
@@ -291,7 +292,7 @@ class PipelinedSteps(KeptArrays):
         self._early_stopping.pop(step, None)
         new = placement.make_state(step + 1, worker.state.states, state.early_stopping)
         metrics = {name: float(value) for name, value in table.results.items()}
-        return new, {**metrics, LOSS_METRIC: table.loss, "grad_norm": table.norm}
+        return new, {**metrics, LOSS: table.loss, "grad_norm": table.norm}
 
     def _resume(
         self,
@@ -449,11 +450,7 @@ class PipelinedSteps(KeptArrays):
 
 def _expect_data(data: Prefetcher, placement: UnitPlacement, step: int) -> None:
     """Have this host's microbatches of a step, and of the next one, read."""
-    mine = [
-        route.microbatch
-        for route in placement.routes
-        if any(hop.host == placement.world.host for hop in route.hops)
-    ]
+    mine = list_microbatches(placement.routes, placement.world.host)
     data.expect([(number, index, ALL_ROWS) for number in (step, step + 1) for index in mine])
 
 

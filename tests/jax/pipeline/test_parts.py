@@ -33,7 +33,7 @@ from resilient_jax.pipeline_schedule.tasks import (
     Task,
     TaskKind,
 )
-from resilient_jax.trainer.tree_digest import digest_tree
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.weighted_mean import WEIGHTS
 from tests.support.cut_variables import init_units, split_variables
 from tests.support.full_only import full_but

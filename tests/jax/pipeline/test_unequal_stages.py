@@ -36,6 +36,7 @@ from resilient_jax.sharding.stage_sharding import (
     make_abstract_stage_mesh,
     make_stage_mesh,
 )
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 from resilient_jax.step.assignment import ReplicaShape
@@ -51,7 +52,6 @@ from resilient_jax.trainer.stage_axes import (
     reduce_stage_axes,
 )
 from resilient_jax.trainer.trainer import Trainer
-from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.trainer.unit_placement import list_used_devices
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.small_decoders import KEY, MAKERS, make_batch

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.pipeline.weight_digests import digest_weight
+from resilient_jax.state.array_digest import digest_tree
 
 
 def test_every_bit_dtype_and_shape_counts():
@@ -13,8 +13,8 @@ def test_every_bit_dtype_and_shape_counts():
         for shape in ((6,), (2, 3))
     ]
     weights += [jnp.zeros((), jnp.bfloat16), jnp.ones((), jnp.bfloat16), jnp.zeros((0, 2), jnp.bfloat16)]
-    found = [digest_weight(weight) for weight in weights]
+    found = [digest_tree(weight) for weight in weights]
     assert len(set(found)) == len(weights)
-    assert found == [digest_weight(np.asarray(weight)) for weight in weights]
+    assert found == [digest_tree(np.asarray(weight)) for weight in weights]
     turned = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    assert digest_weight(turned) == digest_weight(turned.copy(order="C"))
+    assert digest_tree(turned) == digest_tree(turned.copy(order="C"))

@@ -43,10 +43,10 @@ from resilient_jax.sharding.stage_sharding import (
     make_abstract_stage_mesh,
     make_stage_mesh,
 )
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.state.peer_transfer import SERVICE, StateExchange, StateOffers
 from resilient_jax.step import running_total
 from resilient_jax.step.random_keys import make_microbatch_id, make_microbatch_key
-from resilient_jax.trainer.tree_digest import digest_tree
 from resilient_jax.transport import Credentials
 from resilient_jax.transport.mail_protocol import Mail
 from resilient_jax.transport.mail_service import MailService

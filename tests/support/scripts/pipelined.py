@@ -25,7 +25,7 @@ import optax
 from flax import nnx
 
 import resilient_jax as rj
-from resilient_jax.pipeline.weight_digests import digest_weight
+from resilient_jax.state.array_digest import digest_tree
 from resilient_jax.trainer import trainer as trainer_module
 from resilient_jax.trainer.fit_loop import FitGeneration, FitLoop
 
@@ -118,7 +118,7 @@ def digest_result(units: Sequence[Any]) -> str:
     weights = {name: weight for unit in units for name, weight in unit.weights.items()}
     found = hashlib.sha256()
     for name, weight in sorted(weights.items()):
-        found.update(f"{name} {digest_weight(weight)}\n".encode())
+        found.update(f"{name} {digest_tree(weight)}\n".encode())
     return found.hexdigest()
 
 
