@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,22 @@ from resilient_jax.step.audit import Audit, AuditEvidence, Digest, Party, settle
 
 ComputeDigest = Callable[[int, int], Digest]
 """Computes a microbatch, by its index, on a replica of this host, by its number; returns the digest of the result."""
+
+
+class OwnResults(NamedTuple):
+    """What this host has computed, and can compute.
+
+    Attributes:
+        digests: results of its microbatches that are audited, by index.
+        replicas: the numbers of its replicas.
+        doubt: called once results are found to differ, before more is computed: the sums that have them are void if
+            this generation ends meanwhile.
+    """
+
+    digests: Mapping[int, Digest]
+    replicas: frozenset[int]
+    compute: ComputeDigest
+    doubt: Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +64,15 @@ def digest_result(result: Any) -> Digest:  # noqa: ANN401 - a tree of arrays
 def run_audits(
     audits: Sequence[Audit],
     assignment: Assignment,
-    own: Mapping[int, Digest],
-    replicas: frozenset[int],
-    compute: ComputeDigest,
+    own: OwnResults,
     add_up: Callable[[np.ndarray], np.ndarray],
-    doubt: Callable[[], object],
 ) -> list[AuditFinding]:
     """Return the audits in which results differ, settled as far as possible. All hosts must call this.
 
     Args:
         audits: all audits of the step, the same on all hosts.
         assignment: where the replicas are.
-        own: digests of what this host has computed of microbatches that are audited, by index.
-        replicas: the numbers of this host's replicas.
         add_up: returns the sum over hosts of an integer array.
-        doubt: called if results differ, before they are computed again.
     """
 
     def exchange(work: Sequence[tuple[int, int | None]], known: Mapping[int, Digest]) -> np.ndarray:
@@ -70,22 +80,22 @@ def run_audits(
         own_work = [
             (position, index, replica)
             for position, (index, replica) in enumerate(work)
-            if replica in replicas
+            if replica in own.replicas
         ]
         # A replica is on one host, so one host fills in each row, all others add zeros, and the sum has all digests.
         table = np.zeros((len(work), DIGEST_WORDS), np.int32)
-        for position, digest in _compute_all(own_work, known, compute):
+        for position, digest in _compute_all(own_work, known, own.compute):
             table[position] = digest
         return add_up(table)
 
     # Both sides in one exchange: what hosts compare costs a step one small all-reduce, as long as all is well.
     sides = [(a.microbatch, a.owner) for a in audits] + [(a.microbatch, a.auditor) for a in audits]
-    owners, auditors = np.split(exchange(sides, own), 2)
+    owners, auditors = np.split(exchange(sides, own.digests), 2)
     differing = [i for i in range(len(audits)) if (owners[i] != auditors[i]).any()]
     if not differing:
         return []
     # From here on a failure would end the generation with a wrong total kept as if it were sound.
-    doubt()
+    own.doubt()
     doubtful = [audits[i] for i in differing]
     again = [
         exchange([(audit.microbatch, replica) for audit, replica in zip(doubtful, chosen, strict=True)], {})

@@ -1,15 +1,15 @@
 """The audits of one generation: draws them, has them run, and says what was found to whoever acts on it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from resilient_jax.host_exchange import MAX_INTEGER_BYTES, CollectiveExchange
 from resilient_jax.step.assignment import AccumulationSpec, Assignment
-from resilient_jax.step.audit import Audit, Digest, draw_audits, list_audited_hosts
-from resilient_jax.step.audit_run import AuditFinding, ComputeDigest, run_audits
+from resilient_jax.step.audit import Audit, draw_audits, list_audited_hosts
+from resilient_jax.step.audit_run import AuditFinding, OwnResults, run_audits
 
 
 class AuditKnowledge(msgspec.Struct, frozen=True, array_like=True):
@@ -22,22 +22,6 @@ class AuditKnowledge(msgspec.Struct, frozen=True, array_like=True):
 
     generation: int
     verified_step: int
-
-
-class OwnResults(NamedTuple):
-    """What this host has computed, and can compute.
-
-    Attributes:
-        digests: results of its microbatches that are audited, by index.
-        replicas: the numbers of its replicas.
-        doubt: called once results are found to differ, before more is computed: the sums that have them are void if
-            this generation ends meanwhile.
-    """
-
-    digests: Mapping[int, Digest]
-    replicas: frozenset[int]
-    compute: ComputeDigest
-    doubt: Callable[[], object]
 
 
 class AuditResponder(Protocol):
@@ -110,9 +94,7 @@ class Auditor:
         hosts: CollectiveExchange,
     ) -> None:
         """Return if what was computed may be reduced. All hosts must call this; see `run_audits`."""
-        findings = run_audits(
-            audits, assignment, own.digests, own.replicas, own.compute, hosts.add_up, own.doubt
-        )
+        findings = run_audits(audits, assignment, own, hosts.add_up)
         if findings:
             # The first to act on this ends the generation: not before all know it, above all the host that is to leave.
             try:

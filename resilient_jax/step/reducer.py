@@ -46,7 +46,8 @@ from resilient_jax.step.assignment import (
     locate_replicas,
 )
 from resilient_jax.step.audit import Audit
-from resilient_jax.step.auditor import Auditor, OwnResults
+from resilient_jax.step.audit_run import OwnResults
+from resilient_jax.step.auditor import Auditor
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.claims import Claims, HostClaims
 from resilient_jax.step.contributions import FIRST_MICROBATCH, Contributions

@@ -96,31 +96,18 @@ class SlowHostWatch:
     """Watches the hosts of one generation.
 
     Args:
-        judge: judges what all hosts have told, on the first host; None on all others.
         measure: measures the devices of this host.
+
+    Attributes:
+        judge: judges what all hosts have told, on the first host; None on all others.
     """
 
     def __init__(self, judge: SlownessJudge | None, measure: Callable[[], DeviceSeconds]) -> None:
-        self._judge = judge
+        self.judge = judge
         self._measure = measure
         self._timings: dict[str, collections.deque[StepTiming]] = {}
         self._num_seen: collections.Counter[str] = collections.Counter()
         self._last_step: dict[str, int] = {}
-
-    def set_groups(self, name: str, groups: Mapping[str, str]) -> None:
-        """Compare what accumulations of a name take only between hosts of a group, which do the same work.
-
-        Args:
-            name: what distinguishes these accumulations from others of the step.
-            groups: the name of each host's group, for all hosts of the generation.
-        """
-        if self._judge is not None:
-            self._judge.set_groups(name, groups)
-
-    def estimate_by(self, estimate: SlowdownEstimate) -> None:
-        """Have estimated what slow hosts cost, where steps are not made by accumulations of equal work."""
-        if self._judge is not None:
-            self._judge.estimate_by(estimate)
 
     def add(
         self, spec: AccumulationSpec, counts: Sequence[int], seconds: float, inputs: Sequence[MicrobatchInput]
@@ -150,7 +137,7 @@ class SlowHostWatch:
 
     def take_report(self, spec: AccumulationSpec) -> WatchReport:
         """Return what this host tells the others before an accumulation."""
-        due = Measurement.NOTHING if self._judge is None else self._judge.choose_measurement(spec)
+        due = Measurement.NOTHING if self.judge is None else self.judge.choose_measurement(spec)
         return WatchReport(encode_timings(self._timings.pop(spec.name, ())), due)
 
     def look(
@@ -172,20 +159,20 @@ class SlowHostWatch:
             return
         # Only the first host's report says anything, but all have it: so all enter the collectives below.
         due = functools.reduce(operator.or_, (report.due for report in reports))
-        if self._judge is not None and due:
-            self._judge.begin_measurement(due)
+        if self.judge is not None and due:
+            self.judge.begin_measurement(due)
         if Measurement.DEVICES in due:
             measured = hosts.gather(self._try_measure())
-            if self._judge is not None:
-                self._judge.conclude(spec, measured)
+            if self.judge is not None:
+                self.judge.conclude(spec, measured)
         if Measurement.LINKS in due:
             assert prepare_links is not None, "only watched links are suspected"
             rounds = pair_hosts(hosts.num_hosts)
             seconds = _measure_links(functools.partial(prepare_links, rounds), len(rounds), hosts)
-            if self._judge is not None:
-                self._judge.conclude_links(spec, rounds, seconds)
-        if self._judge is not None:
-            self._judge.observe(spec, [decode_timings(report.timings) for report in reports])
+            if self.judge is not None:
+                self.judge.conclude_links(spec, rounds, seconds)
+        if self.judge is not None:
+            self.judge.observe(spec, [decode_timings(report.timings) for report in reports])
 
     def _try_measure(self) -> DeviceSeconds:
         """Return what this host's devices take; what is measured to help must not end the job."""

@@ -120,9 +120,9 @@ class StageWatch:
         self._begun: tuple[int, float] | None = None
         """The step under way, and the monotonic time of its begin."""
         worker.received.take(STEP_MAIL)  # what came before is of no step of this generation
-        if self._slow_hosts is not None:
+        if self._slow_hosts is not None and self._slow_hosts.judge is not None:
             work = placement.describe_work()
-            self._slow_hosts.set_groups(WORK_NAME, {str(host): work[host] for host in world.hosts})
+            self._slow_hosts.judge.set_groups(WORK_NAME, {str(host): work[host] for host in world.hosts})
 
     def begin_step(self, step: int) -> None:
         """Act on what the hosts told each other in the step before, if they did. Every host must call this.
@@ -139,23 +139,24 @@ class StageWatch:
     def _look(self, step: int) -> None:
         hosts, reports = self._placement.world.hosts, self._worker.reports
         self._worker.reports = {}
+        measured = {host: report.task_seconds for host, report in reports.items()}
         is_told = len(reports) == len(hosts)
         if self.order and (self._num_steps == 1 or is_told > self._is_measured):
-            self._estimate_losses({host: one.task_seconds for host, one in reports.items()})
+            self._estimate_losses(measured)
             self._is_measured = is_told
-        if len(reports) < len(hosts) or len(hosts) == 1:
+        if not is_told or len(hosts) == 1:
             return
         if self._slow_hosts is not None:
             watched = [reports[host].watched for host in hosts]
             # By mail: no pipeline waits inside of JAX.
             exchange = self._worker.make_mail().make_exchange(hosts, self._placement.world.host, DEVICES_MAIL)
             self._slow_hosts.look(self._describe_step(step - 1), watched, exchange, self._prepare_links)
-            measured = {host: report.task_seconds for host, report in reports.items()}
-            self._slow_hosts.estimate_by(
-                functools.partial(self._estimate_slowdown, measured, self._durations.copy())
-            )
+            if self._slow_hosts.judge is not None:
+                self._slow_hosts.judge.estimate_by(
+                    functools.partial(self._estimate_slowdown, measured, self._durations.copy())
+                )
         if self._chooser is not None:
-            change = self._chooser.choose({host: report.task_seconds for host, report in reports.items()})
+            change = self._chooser.choose(measured)
             if change is not None:
                 self._take(change, step)
 

@@ -24,7 +24,7 @@ from resilient_jax.step.assignment import (
     locate_replicas,
 )
 from resilient_jax.step.audit import AuditEvidence, Party, draw_audits, list_audited_hosts, settle
-from resilient_jax.step.audit_run import AuditFinding, digest_result, run_audits
+from resilient_jax.step.audit_run import AuditFinding, OwnResults, digest_result, run_audits
 from resilient_jax.step.microbatch_accumulator import flip_bit
 from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.audit_response import AuditResponse
@@ -215,9 +215,8 @@ def run_on_all_hosts(audits, assignment, own, compute, num_hosts):
             return cached[place]
 
         counts[host] = itertools.count()
-        return run_audits(
-            audits, assignment, own[host], frozenset({host}), compute_once, add_up, lambda: None
-        )
+        results = OwnResults(own[host], frozenset({host}), compute_once, lambda: None)
+        return run_audits(audits, assignment, results, add_up)
 
     caches: list[dict] = [{} for _ in range(num_hosts)]
     counts: list = [itertools.count() for _ in range(num_hosts)]
@@ -402,11 +401,13 @@ def test_an_audit_that_differs_in_one_word_voids_the_sums_before_more_is_compute
         run_audits(
             audits,
             assignment,
-            {index: (0,) * DIGEST_WORDS for index in range(3)},
-            frozenset({0, 1, 2}),
-            lambda replica, index: (0,) * DIGEST_WORDS,
+            OwnResults(
+                digests={index: (0,) * DIGEST_WORDS for index in range(3)},
+                replicas=frozenset({0, 1, 2}),
+                compute=lambda replica, index: (0,) * DIGEST_WORDS,
+                doubt=lambda: seen.append("doubt"),
+            ),
             add_up,
-            lambda: seen.append("doubt"),
         )
     assert seen == ["doubt"]
 
@@ -426,7 +427,7 @@ def test_no_host_acts_on_a_finding_before_all_know_it_and_each_acts_though_the_o
         return vector
 
     monkeypatch.setattr(auditor, "run_audits", lambda *_: [make_finding(0)])
-    own = auditor.OwnResults(digests={}, replicas=frozenset(), compute=lambda *_: (), doubt=lambda: None)
+    own = OwnResults(digests={}, replicas=frozenset(), compute=lambda *_: (), doubt=lambda: None)
     watched = auditor.Auditor(1.0, make_response([12, 12, 4], control))
     with pytest.raises(CorruptionFound, match="more than 12 steps") as found:
         watched.run((), spec_of(20, 4), assign(3, 4), own, CollectiveExchange(0, 3, all_reduce))
