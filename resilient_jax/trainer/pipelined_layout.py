@@ -1,13 +1,12 @@
 """The state of a model that is split over hosts, as the loop of the trainer uses it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from resilient_jax.checkpoint.part_plan import StoredState
-from resilient_jax.compile.ahead_of_time import CompilationJob
 from resilient_jax.pipeline.weight_digests import digest_weights
 from resilient_jax.protocol.worker_tasks import WorkerTask
 from resilient_jax.state.flat_state import ShardingRule
@@ -17,7 +16,7 @@ from resilient_jax.trainer.fit_result import TrainedModel, copy_to_numpy
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.parameter_ema import find_ema_params
 from resilient_jax.trainer.pipelined_steps import PipelinedSteps
-from resilient_jax.trainer.state_layout import MeshShape, StateLayout, SumMicrobatches
+from resilient_jax.trainer.state_layout import StateLayout, SumMicrobatches
 from resilient_jax.trainer.train_step import TrainStep
 from resilient_jax.trainer.training_state import StepSummary, TrainingState, Tree, read_learning_rate
 from resilient_jax.trainer.unit_states import PipelinedState
@@ -37,10 +36,6 @@ class PipelinedLayout(StateLayout):
     ) -> PipelinedState:
         """Return the state to continue from; of the whole model no host makes or reads more than it needs."""
         return self._steps.restore(self._units, init, load)
-
-    def ravel(self, state: TrainingState) -> TrainingState:
-        """Return the state: no leaf is raveled."""
-        return state
 
     def gather(self, tree: Tree) -> Tree:
         """Refuse: what is gathered is the whole state."""
@@ -95,11 +90,3 @@ class PipelinedLayout(StateLayout):
     ) -> TrainingState:
         """Refuse: a pipeline updates by unit."""
         raise NotImplementedError
-
-    def snapshot(self, state: PipelinedState) -> None:
-        """Take a snapshot, if one is due."""
-        self.world.snapshot(state)
-
-    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
-        """Yield nothing: no program knows how many hosts there are."""
-        yield from ()

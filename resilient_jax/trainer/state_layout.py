@@ -101,9 +101,9 @@ class StateLayout(abc.ABC):
             return found
         return self.world.restore_or_init(init, sharding=self.placement)
 
-    @abc.abstractmethod
     def ravel(self, state: TrainingState) -> TrainingState:
         """Return a complete state, or its abstract arrays, with those leaves raveled that are kept raveled."""
+        return state
 
     @abc.abstractmethod
     def gather(self, tree: Tree) -> Tree:
@@ -185,17 +185,19 @@ class StateLayout(abc.ABC):
         """Return the next state; donate this one. Sums and summary are placed as `shard_sums` places
         them."""
 
-    @abc.abstractmethod
     def snapshot(self, state: State) -> None:
         """Protect a committed state against failures, if a snapshot is due."""
+        self.world.snapshot(state)
 
-    @abc.abstractmethod
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
         """Yield the jobs that compile what this layout would call in likely next worlds, the likeliest first.
+
+        There are none where all programs are on this host's devices alone.
 
         Args:
             known: shapes of the meshes that programs were compiled for; the jobs add theirs.
         """
+        yield from ()
 
 
 class ReplicatedLayout(StateLayout):
@@ -205,10 +207,6 @@ class ReplicatedLayout(StateLayout):
         super().__init__(world, arrangement.placement, arrangement)
         self._placement = arrangement.placement
         self._compute_sharding = _find_compute_sharding(self)
-
-    def ravel(self, state: TrainingState) -> TrainingState:
-        """Return the state: no leaf is kept raveled."""
-        return state
 
     def gather(self, tree: Tree) -> Tree:
         """Return the leaves, which are replicated; copied to devices that only compute."""
@@ -235,10 +233,6 @@ class ReplicatedLayout(StateLayout):
     def snapshot(self, state: TrainingState) -> None:
         """Do nothing: the other hosts have the state, and its snapshots are taken without a call."""
 
-    def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
-        """Yield nothing: all programs are on this host's devices alone."""
-        yield from ()
-
 
 class InShards(StateLayout):
     """Every device has its shards of the state, and updates them; snapshots have those of a dead host."""
@@ -259,10 +253,6 @@ class InShards(StateLayout):
         # The update donates the state, whose arrays the copy of a snapshot may still be reading.
         self.world.wait_until_finished()
         return self._update(state, sums, summary)
-
-    def snapshot(self, state: TrainingState) -> None:
-        """Take a snapshot, if one is due."""
-        self.world.snapshot(state)
 
 
 class ShardedLayout(InShards):
