@@ -10,6 +10,7 @@ explain; no other division of layers helps against it.
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -28,6 +29,14 @@ from resilient_jax.pipeline_schedule.teams import combine_speeds, make_teams, sh
 from resilient_jax.protocol.slow_hosts import HostSpeeds, Slowdown
 from resilient_jax.step.slowdown_estimate import LeaveOut, compare_actions
 
+MAX_STEPS: Final = 512
+"""Whose durations are kept."""
+NEWEST_STEPS: Final = 16
+"""Whose median is what a step takes now."""
+MIN_STEPS: Final = 8
+"""Before and after; fewer say nothing."""
+StepDurations = Sequence[tuple[int, float]]
+"""What the last steps of a generation took, in seconds from the begin of one to that of the next, by their numbers."""
 ComputeGrowth = Callable[[int], float]
 BlockTable = Sequence[Mapping[TaskKind, float]]
 """Of each block the seconds of its tasks on a sound host."""
@@ -241,3 +250,17 @@ def _add_up_tasks(
             for kind, one in base[block].items():
                 total[kind] = total.get(kind, 0.0) + one * factors.get(host, 1.0)
     return seconds
+
+
+def compute_growth(durations: StepDurations, since_step: int) -> float:
+    """Return how many times as long steps take now as before a step; 1: no longer, or that is not known.
+
+    >>> durations = [(step, 0.1 if step < 20 else 0.3) for step in range(40)]
+    >>> round(compute_growth(durations, 20), 2)
+    3.0
+    """
+    before = [seconds for step, seconds in durations if step < since_step]
+    newest = [seconds for step, seconds in durations if step >= since_step][-NEWEST_STEPS:]
+    if min(len(before), len(newest)) < MIN_STEPS:
+        return 1.0
+    return max(1.0, statistics.median(newest) / statistics.median(before))

@@ -5,6 +5,7 @@ mail that it received was under way. Before the next step the first host judges 
 measure their devices or links if it asked for that, and each computes the same division of the steps that follow.
 """
 
+import collections
 import functools
 import time
 from collections.abc import Sequence
@@ -18,7 +19,10 @@ from resilient_jax.health.finding import Finding
 from resilient_jax.health.link_comparison import Pairs
 from resilient_jax.host_exchange.step_mail import STEP_MAIL
 from resilient_jax.pipeline.layer_speeds import (
+    MAX_STEPS,
     PipelineShape,
+    StepDurations,
+    compute_growth,
     estimate_block_seconds,
     estimate_pipeline_slowdown,
 )
@@ -32,7 +36,6 @@ from resilient_jax.pipeline.stage_losses import (
     make_even_seconds,
 )
 from resilient_jax.pipeline.step_division import DivisionChange, DivisionChooser, TaskSeconds
-from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.pipeline.task_timings import StageReport
 from resilient_jax.pipeline_schedule.tasks import PipelineSchedule
 from resilient_jax.policy.devices_after_loss import DevicesAfterLoss
@@ -116,7 +119,7 @@ class StageWatch:
         self._block_bytes, self._bytes_per_s = tuple(block_bytes), bytes_per_s
         self._fewer_devices = fewer_devices
         self._num_steps = 0
-        self._durations = StepDurations()
+        self._durations: collections.deque[tuple[int, float]] = collections.deque(maxlen=MAX_STEPS)
         self._begun: tuple[int, float] | None = None
         """The step under way, and the monotonic time of its begin."""
         worker.received.take(STEP_MAIL)  # what came before is of no step of this generation
@@ -132,7 +135,7 @@ class StageWatch:
         """
         if self._begun is not None:
             begun_step, begun_s = self._begun
-            self._durations.add(begun_step, time.monotonic() - begun_s)
+            self._durations.append((begun_step, time.monotonic() - begun_s))
         self._look(step)
         self._begun = step, time.monotonic()
 
@@ -153,7 +156,7 @@ class StageWatch:
             self._slow_hosts.look(self._describe_step(step - 1), watched, exchange, self._prepare_links)
             if self._slow_hosts.judge is not None:
                 self._slow_hosts.judge.estimate_by(
-                    functools.partial(self._estimate_slowdown, measured, self._durations.copy())
+                    functools.partial(self._estimate_slowdown, measured, tuple(self._durations))
                 )
         if self._chooser is not None:
             change = self._chooser.choose(measured)
@@ -249,7 +252,7 @@ class StageWatch:
             speeds,
             measured,
             leave_out=functools.partial(self._fewer_devices.leave_out, after_loss),
-            compute_growth=durations.compute_growth,
+            compute_growth=functools.partial(compute_growth, durations),
         )
 
     def _prepare_links(self, rounds: Sequence[Pairs]) -> MailExchanges:

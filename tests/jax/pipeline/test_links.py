@@ -12,8 +12,8 @@ from resilient_jax.health.link_comparison import pair_hosts
 from resilient_jax.health.monitor import FindingClosed, FindingOpened, HealthMonitor
 from resilient_jax.host_exchange.step_mail import STEP_MAIL, StepMail
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.pipeline.layer_speeds import compute_growth
 from resilient_jax.pipeline.link_exchanges import LINKS_MAIL, MailExchanges
-from resilient_jax.pipeline.step_durations import StepDurations
 from resilient_jax.protocol.slow_hosts import Slowdown, SlowHost
 from resilient_jax.protocol.step_timing import ReplicaWork, StepTiming
 from resilient_jax.step.assignment import AccumulationSpec
@@ -210,12 +210,10 @@ def test_mail_that_is_slow_on_a_busy_machine_names_nobody() -> None:
 
 
 def test_steps_are_compared_with_those_before() -> None:
-    durations = StepDurations()
-    for step in range(100):
-        durations.add(step, 0.1 if step < 80 else 0.25)
-    assert durations.compute_growth(80) == pytest.approx(2.5)
-    assert durations.compute_growth(20) == pytest.approx(1.0 * 0.25 / 0.1)
-    assert durations.compute_growth(4) == durations.compute_growth(96) == 1.0, "too few before, or after"
+    durations = [(step, 0.1 if step < 80 else 0.25) for step in range(100)]
+    assert compute_growth(durations, 80) == pytest.approx(2.5)
+    assert compute_growth(durations, 20) == pytest.approx(1.0 * 0.25 / 0.1)
+    assert compute_growth(durations, 4) == compute_growth(durations, 96) == 1.0, "too few before, or after"
 
 
 def test_only_what_steps_send_is_counted() -> None:
