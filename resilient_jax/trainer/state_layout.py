@@ -376,12 +376,7 @@ def warn_of_collectives(world: World, update: str, why_mesh_bound: str) -> None:
 def _record_shard_sizes(world: World, state: TrainingState) -> None:
     """Record how much of the state this host has, and warn where it is far more than its share."""
     sizes = measure_shards(state)
-    world.record_event(
-        EventKind.STATE_SHARDED,
-        bytes=sizes.bytes,
-        bytes_here=sizes.bytes_here,
-        bytes_everywhere=sizes.bytes_everywhere,
-    )
+    world.record_event(EventKind.STATE_SHARDED, **sizes._asdict())
     if world.host_index == 0 and sizes.bytes_here * len(world.hosts) > MAX_SHARD_IMBALANCE * max(
         sizes.bytes, MIN_WARNED_BYTES
     ):

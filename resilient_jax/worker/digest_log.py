@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from resilient_jax.state.state_digest import KEY_OF_COMPLETE_STATE, digest_state
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import ReplicaShape, count_devices_by_host
 from resilient_jax.worker.generation_info import GenerationInfo
-from resilient_jax.worker.observers import Observer
+from resilient_jax.worker.observers import Observer, Sums
 from resilient_jax.worker.script_fingerprint import describe_script
 
 
@@ -87,12 +86,7 @@ class DigestObserver(Observer):
         """Forget the sums of a step that was not committed."""
         self._sums.clear()
 
-    def on_reduce(
-        self,
-        call: AccumulationCall,
-        owners: tuple[HostName, ...],
-        total: Any,  # noqa: ANN401 - a tree of arrays
-    ) -> None:
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...], total: Sums) -> None:
         """Digest the sum."""
         if not is_recorded(call.spec.step, self._interval_steps):
             return

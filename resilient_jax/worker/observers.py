@@ -16,6 +16,8 @@ from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.ledger import Ledger
 
+Sums = Any
+"""A tree of arrays."""
 PRECOMPILE_DELAY_S: Final = 2.0
 """Delay from the start of a world until programs for the next are compiled: until then hosts may be about to join."""
 
@@ -30,12 +32,7 @@ class Observer:
         """Called at each failpoint, from any thread; return what becomes of the values computed there."""
         return Corruption.NONE
 
-    def on_reduce(
-        self,
-        call: AccumulationCall,
-        owners: tuple[HostName, ...],
-        total: Any,  # noqa: ANN401 - a tree of arrays
-    ) -> None:
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...], total: Sums) -> None:
         """Called when an accumulation is reduced to `total`; `owners` gives the host that computed each microbatch."""
 
     def on_commit(self, state: FlatState) -> None:
@@ -80,12 +77,7 @@ class LedgerObserver(Observer):
             self._ledger.record_microbatch(step, index, self._info.number)
         return Corruption.NONE
 
-    def on_reduce(
-        self,
-        call: AccumulationCall,
-        owners: tuple[HostName, ...],
-        total: Any,  # noqa: ANN401 - a tree of arrays
-    ) -> None:
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...], total: Sums) -> None:
         """Keep the owners for the entry of the step."""
         self._owners[call.spec.name] = owners
 
@@ -115,12 +107,7 @@ class ReductionPrecompiler(Observer):
         """Of accumulations whose first call was seen."""
         self._new_calls: list[AccumulationCall] = []
 
-    def on_reduce(
-        self,
-        call: AccumulationCall,
-        owners: tuple[HostName, ...],
-        total: Any,  # noqa: ANN401 - a tree of arrays
-    ) -> None:
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...], total: Sums) -> None:
         """Keep the first call of each name."""
         if call.spec.name not in self._names:
             self._names.add(call.spec.name)

@@ -25,8 +25,7 @@ from typing import Final
 
 import jax
 
-from resilient_jax.events import Event, EventKind
-from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
+from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.collective_thread import collective_thread
 from resilient_jax.jax_runtime.compilation_state import is_compiling
 from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_failure
@@ -39,8 +38,8 @@ from resilient_jax.worker.expected_members import foresee_ranks, list_others
 from resilient_jax.worker.generation_info import GenerationInfo
 from resilient_jax.worker.mail_opening import MailOpener
 from resilient_jax.worker.session import RehearsedState, Session
+from resilient_jax.worker.standalone import StandaloneControl
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
-from resilient_jax.worker.worker_protocol import Transition
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -53,11 +52,14 @@ CHECK_INTERVAL_S: Final = 0.5
 ABORT_INTERVAL_S: Final = 0.02
 
 
-class OneStepControl:
-    """The control of a session of one step, such as one that is rehearsed: its generation ends with the commit."""
+class OneStepControl(StandaloneControl):
+    """The control of a session of one step, such as one that is rehearsed: its generation ends with the commit.
+
+    Events are written nowhere: they did not happen in the job, or a second time.
+    """
 
     def __init__(self, host: HostName, agent: TrainingControl) -> None:
-        self._host = host
+        super().__init__(host)
         self._agent = agent
         self._has_begun = False
         self.has_committed = False
@@ -81,28 +83,6 @@ class OneStepControl:
         """End the generation."""
         self.has_committed = True
         raise GenerationEnded
-
-    def report_found(self, change: Callable[..., Transition], found: object) -> None:
-        """Ignore it: it is of no generation of the job."""
-
-    @property
-    def is_leaving(self) -> bool:
-        """False: training does not end after it."""
-        return False
-
-    @property
-    def held_pause(self) -> None:
-        """None: this worker copies no blocks for others now."""
-        return
-
-    def answer_pause(self, generation: GenerationNumber) -> None:
-        """Return: there is no pause to answer."""
-
-    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
-        """Return the event, which is written nowhere: it did not happen in the job, or a second time."""
-        return Event(
-            kind=kind, host=self._host, monotonic_s=time.monotonic(), wall_s=time.time(), detail=dict(detail)
-        )
 
 
 def rehearse(

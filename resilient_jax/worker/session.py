@@ -42,7 +42,7 @@ from resilient_jax.telemetry.worker_activity import worker_activity
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.host_comparison import HostComparison
 from resilient_jax.worker.loop_tries import LoopTries
-from resilient_jax.worker.observers import Observer
+from resilient_jax.worker.observers import Observer, Sums
 from resilient_jax.worker.shard_restore import ShardRestore
 from resilient_jax.worker.step_results import COMMITTED, RepeatedResults
 from resilient_jax.worker.training_control import GenerationEnded, TrainingControl
@@ -222,12 +222,7 @@ class Session:
             )
         return self._step
 
-    def finish_accumulation(
-        self,
-        call: AccumulationCall,
-        owners: tuple[HostName, ...],
-        total: Any,  # noqa: ANN401 - a tree of arrays
-    ) -> None:
+    def finish_accumulation(self, call: AccumulationCall, owners: tuple[HostName, ...], total: Sums) -> None:
         """Mark an accumulation as reduced to `total`; `owners` gives the host that computed each microbatch."""
         self._reduced.add(call.spec.name)
         for observer in self._observers:

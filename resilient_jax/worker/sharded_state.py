@@ -100,13 +100,7 @@ class ShardedState:
         state = self._world.restore_or_init(
             lambda: ravel_leaves(make_strong(self._init_fn()), raveled), sharding=self._placement
         )
-        sizes = measure_shards(state)
-        self._world.record_event(
-            EventKind.STATE_SHARDED,
-            bytes=sizes.bytes,
-            bytes_here=sizes.bytes_here,
-            bytes_everywhere=sizes.bytes_everywhere,
-        )
+        self._world.record_event(EventKind.STATE_SHARDED, **measure_shards(state)._asdict())
         return state
 
     def gather(self, tree: Any) -> Any:  # noqa: ANN401 - a tree
