@@ -24,15 +24,12 @@ from jax.stages import Compiled
 from resilient_jax.checkpoint.part_plan import HostPart, PartPlan, StoredState, describe_state
 from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.events import EventKind
-from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.sharding.raveled_array import ravel_leaves
 from resilient_jax.state.flat_state import ShardingRule
-from resilient_jax.state.shard_sizes import measure_shards
 from resilient_jax.step import resharding
 from resilient_jax.step.assignment import DATA_AXIS
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.likely_worlds import list_likely_worlds
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharding
 from resilient_jax.trainer.fit_result import TrainedModel, copy_to_numpy
@@ -48,6 +45,7 @@ from resilient_jax.trainer.training_state import (
     read_learning_rate,
 )
 from resilient_jax.worker.generation_info import make_mesh
+from resilient_jax.worker.sharded_state import list_sharded_jobs, record_shard_sizes
 from resilient_jax.worker.world import World
 
 Tree = TypeVar("Tree")
@@ -270,7 +268,7 @@ class ShardedLayout(InShards):
     ) -> TrainingState:
         """Return the state to continue from, and record how evenly it is sharded."""
         state = super().restore(lambda: self.ravel(init()), load)
-        _record_shard_sizes(self.world, state)
+        _watch_shard_sizes(self.world, state)
         return state
 
     def ravel(self, state: TrainingState) -> TrainingState:
@@ -290,20 +288,9 @@ class ShardedLayout(InShards):
         return resharding.shard_tree((sums, summary), self._placement, self._raveled.sums)
 
     def list_jobs(self, programs: TrainStep, known: set[MeshShape]) -> Iterator[CompilationJob]:
-        """Yield a job for each likely world: what gathers the state, cuts the sums, and updates."""
-        world = self.world
-        if not is_portable_cache_on(world.local_devices[0]):
-            return
+        """Return a job for each likely world: what gathers the state, cuts the sums, and updates."""
         known.add(self._placement.mesh.axis_sizes)  # compiled by the first step
-        for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
-            # Here, and not on the thread that compiles: the members may change while it does.
-            grid = HostGrid(devices, world.host_index)
-            # Of hosts with different numbers of devices some devices would be in no row of the grid.
-            if grid.mesh.axis_sizes not in known and grid.mesh.size == len(devices):
-                yield CompilationJob(
-                    f"sharded state over {grid.num_hosts} hosts",
-                    functools.partial(self._compile, programs, known, grid),
-                )
+        return list_sharded_jobs(self.world, known, functools.partial(self._compile, programs, known))
 
     def _compile(
         self,
@@ -373,10 +360,9 @@ def warn_of_collectives(world: World, update: str, why_mesh_bound: str) -> None:
         )
 
 
-def _record_shard_sizes(world: World, state: TrainingState) -> None:
+def _watch_shard_sizes(world: World, state: TrainingState) -> None:
     """Record how much of the state this host has, and warn where it is far more than its share."""
-    sizes = measure_shards(state)
-    world.record_event(EventKind.STATE_SHARDED, **sizes._asdict())
+    sizes = record_shard_sizes(world, state)
     if world.host_index == 0 and sizes.bytes_here * len(world.hosts) > MAX_SHARD_IMBALANCE * max(
         sizes.bytes, MIN_WARNED_BYTES
     ):

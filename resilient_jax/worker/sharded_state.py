@@ -12,7 +12,7 @@ cut again: the bits do not depend on the number of hosts, whatever the update do
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from resilient_jax.sharding.raveled_array import (
 )
 from resilient_jax.state.flat_state import make_abstract_state
 from resilient_jax.state.leaf_kinds import is_random_key, make_strong
-from resilient_jax.state.shard_sizes import measure_shards
+from resilient_jax.state.shard_sizes import ShardSizes, measure_shards
 from resilient_jax.step import resharding
 from resilient_jax.step.host_grid import LOCAL_AXIS, HostGrid
 from resilient_jax.step.likely_worlds import list_likely_worlds
@@ -100,7 +100,7 @@ class ShardedState:
         state = self._world.restore_or_init(
             lambda: ravel_leaves(make_strong(self._init_fn()), raveled), sharding=self._placement
         )
-        self._world.record_event(EventKind.STATE_SHARDED, **measure_shards(state)._asdict())
+        record_shard_sizes(self._world, state)
         return state
 
     def gather(self, tree: Any) -> Any:  # noqa: ANN401 - a tree
@@ -142,7 +142,10 @@ class ShardedState:
         _replace(leaves, whole, self._ravel)
         self._num_updates += 1
         if self._num_updates == 2:  # behind the reductions, which the end of the first step enqueues
-            self._world.step_services.compile_ahead(self._list_jobs(program, abstract))
+            gathered = list(self._gathered.values())
+            compile_for_grid = functools.partial(program.compile_for_grid, abstract, gathered, self._local)
+            jobs = list_sharded_jobs(self._world, {self._placement.mesh.axis_sizes}, compile_for_grid)
+            self._world.step_services.compile_ahead(jobs)
         return treedef.unflatten(leaves)
 
     def _ravel(self, found: list[Any]) -> list[Any]:
@@ -150,23 +153,40 @@ class ShardedState:
         complete = resharding.replicate_tree(found, self._local)
         return resharding.shard_tree(complete, self._placement, [True] * len(found))
 
-    def _list_jobs(self, program: "_Program", abstract: tuple[Tree, Tree]) -> Iterator[CompilationJob]:
-        """Yield a job for each likely world: what gathers the state, cuts the arguments, and updates."""
-        world = self._world
-        if not is_portable_cache_on(world.local_devices[0]):
-            return
-        known = {self._placement.mesh.axis_sizes}
-        for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
-            # Here, and not on the thread that compiles: the members may change while it does.
-            grid = HostGrid(devices, world.host_index)
-            # Of hosts with different numbers of devices some devices would be in no row of the grid.
-            if grid.mesh.axis_sizes not in known and grid.mesh.size == len(devices):
-                known.add(grid.mesh.axis_sizes)
-                gathered = list(self._gathered.values())
-                yield CompilationJob(
-                    f"sharded state over {grid.num_hosts} hosts",
-                    functools.partial(program.compile_for_grid, abstract, gathered, self._local, grid),
-                )
+
+def record_shard_sizes(world: World, state: Tree) -> ShardSizes:
+    """Record how much of a state this host has, and return it."""
+    sizes = measure_shards(state)
+    world.record_event(
+        EventKind.STATE_SHARDED,
+        bytes=sizes.bytes,
+        bytes_here=sizes.bytes_here,
+        bytes_everywhere=sizes.bytes_everywhere,
+    )
+    return sizes
+
+
+def list_sharded_jobs(
+    world: World,
+    known: Container[tuple[int, ...]],
+    compile_for_grid: Callable[[HostGrid, CancellationCheck], bool],
+) -> Iterator[CompilationJob]:
+    """Yield a job for each likely world, whose hosts have a state in shards.
+
+    Args:
+        known: shapes of the meshes that programs were compiled for.
+        compile_for_grid: compiles the programs for the hosts of a world.
+    """
+    if not is_portable_cache_on(world.local_devices[0]):
+        return
+    for devices in list_likely_worlds(world.devices, world.spare_devices, world.host_index):
+        # Here, and not on the thread that compiles: the members may change while it does.
+        grid = HostGrid(devices, world.host_index)
+        # Of hosts with different numbers of devices some devices would be in no row of the grid.
+        if grid.mesh.axis_sizes not in known and grid.mesh.size == len(devices):
+            yield CompilationJob(
+                f"sharded state over {grid.num_hosts} hosts", functools.partial(compile_for_grid, grid)
+            )
 
 
 class _Program(NamedTuple):
