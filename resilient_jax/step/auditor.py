@@ -3,47 +3,22 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
-from resilient_jax.host_exchange import MAX_INTEGER_BYTES, CollectiveExchange
+from resilient_jax.host_exchange import CollectiveExchange
 from resilient_jax.step.assignment import AccumulationSpec, Assignment
 from resilient_jax.step.audit import Audit, draw_audits, list_audited_hosts
 from resilient_jax.step.audit_run import AuditFinding, OwnResults, run_audits
 
 
-class AuditKnowledge(msgspec.Struct, frozen=True, array_like=True):
-    """What a host tells the others at the begin of a generation.
-
-    Attributes:
-        generation: number of the one in which its worker has trained last; 0: in none.
-        verified_step: how many steps it had finished when its computations last agreed with another's; -1: unknown.
-    """
-
-    generation: int
-    verified_step: int
-
-
 class AuditResponder(Protocol):
     """Knows how far each host is verified, and acts on what audits find. Hosts are given by their indexes."""
 
-    def describe_record(self) -> AuditKnowledge:
-        """Return what this host tells the others about itself."""
-        ...
-
-    def list_verified_steps(self) -> tuple[int, ...]:
-        """Return how many steps each host had finished when its computations last agreed with another's; -1 where this
-        host does not know.
-        """
-        ...
-
-    def take_over(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
-        """Take over what the host knows that has trained last, so that all hosts know the same.
+    def begin(self, step: int, hosts: CollectiveExchange) -> None:
+        """Have all hosts know the same of each other, before the first audit of a generation. All must call this.
 
         Args:
             step: number of the step that the generation begins with.
-            knowledge: `describe_record` of all hosts.
-            newest: `list_verified_steps` of a host that has trained last.
         """
         ...
 
@@ -81,7 +56,7 @@ class Auditor:
     ) -> tuple[Audit, ...]:
         """Return the audits of an accumulation, the same on all hosts. All must call this."""
         if not self._has_begun:
-            self._exchange_records(spec.step, hosts)
+            self._responder.begin(spec.step, hosts)
             self._has_begun = True
         return draw_audits(spec, assignment, self._share)
 
@@ -103,14 +78,3 @@ class Auditor:
                 self._responder.fail_audit(findings, spec.step)
         else:
             self._responder.pass_audit(list_audited_hosts(audits, assignment), spec.step)
-
-    def _exchange_records(self, step: int, hosts: CollectiveExchange) -> None:
-        knowledge, known = self._responder.describe_record(), self._responder.list_verified_steps()
-        if hosts.num_hosts == 1:
-            self._responder.take_over(step, [knowledge], known)
-            return
-        told = hosts.gather(knowledge)
-        # The first of those that have trained last: all hosts know which that is.
-        last = max(range(hosts.num_hosts), key=lambda host: told[host].generation)
-        (newest,) = hosts.gather(known, speakers=[last], room_bytes=MAX_INTEGER_BYTES * (1 + len(known)))
-        self._responder.take_over(step, told, newest)

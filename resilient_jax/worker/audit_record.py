@@ -9,10 +9,23 @@ verified.
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.step.auditor import AuditKnowledge
 
 UNKNOWN: Final = -1
+
+
+class AuditKnowledge(msgspec.Struct, frozen=True, array_like=True):
+    """What a host tells the others at the begin of a generation.
+
+    Attributes:
+        generation: number of the one in which its worker has trained last; 0: in none.
+        verified_step: how many steps it had finished when its computations last agreed with another's; -1: unknown.
+    """
+
+    generation: int
+    verified_step: int
 
 
 class AuditRecord:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from resilient_jax.errors import ComputationsDiffer
 from resilient_jax.events import EventKind
+from resilient_jax.host_exchange import MAX_INTEGER_BYTES, CollectiveExchange
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 from resilient_jax.step.audit import MIN_HOSTS_TO_SETTLE
 from resilient_jax.step.audit_run import AuditFinding
-from resilient_jax.step.auditor import AuditKnowledge
 from resilient_jax.worker.audit_record import AuditRecord
 from resilient_jax.worker.training_control import CorruptionFound, TrainingControl
 
@@ -43,13 +43,16 @@ class AuditResponse:
         self._record = record
         self._has_warned = False
 
-    def describe_record(self) -> AuditKnowledge:
-        """See `AuditRecord.describe`."""
-        return self._record.describe(self._host)
-
-    def take_over(self, step: int, knowledge: Sequence[AuditKnowledge], newest: Sequence[int]) -> None:
-        """See `AuditRecord.take_over`."""
-        self._record.take_over(self._generation, self._hosts, step, knowledge, newest)
+    def begin(self, step: int, hosts: CollectiveExchange) -> None:
+        """Take over what the host knows that has trained last, as all hosts do; see `AuditRecord.take_over`."""
+        told, newest = [self._record.describe(self._host)], self.list_verified_steps()
+        if hosts.num_hosts > 1:
+            told = hosts.gather(told[0])
+            # The first of those that have trained last: all hosts know which that is.
+            last = max(range(hosts.num_hosts), key=lambda host: told[host].generation)
+            room_bytes = MAX_INTEGER_BYTES * (1 + len(newest))
+            (newest,) = hosts.gather(newest, speakers=[last], room_bytes=room_bytes)
+        self._record.take_over(self._generation, self._hosts, step, told, newest)
 
     def pass_audit(self, indexes: Sequence[int], step: int) -> None:
         """Record that these hosts computed in a step what others did."""

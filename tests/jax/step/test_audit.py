@@ -26,10 +26,11 @@ from resilient_jax.step.assignment import (
 from resilient_jax.step.audit import AuditEvidence, Party, draw_audits, list_audited_hosts, settle
 from resilient_jax.step.audit_run import AuditFinding, OwnResults, digest_result, run_audits
 from resilient_jax.step.microbatch_accumulator import flip_bit
-from resilient_jax.worker.audit_record import AuditRecord
+from resilient_jax.worker.audit_record import AuditKnowledge, AuditRecord
 from resilient_jax.worker.audit_response import AuditResponse
 from resilient_jax.worker.standalone import StandaloneControl
 from resilient_jax.worker.training_control import CorruptionFound
+from tests.support.summing_hosts import SummingHosts
 
 
 def assign(num_hosts, num_microbatches, per_host=1, claims=None):
@@ -325,9 +326,23 @@ def make_finding(corrupt, referee: int | None = 2, *, is_reproducible=True):
 def make_response(verified, control=None):
     """Return what host a makes of findings, where the hosts are verified up to these steps."""
     hosts = [A, B, C][: len(verified)]
-    response = AuditResponse(GenerationNumber(2), hosts, A, control or Control(), AuditRecord())
-    response.take_over(100, [auditor.AuditKnowledge(1, steps) for steps in verified], verified)
-    return response
+    record = AuditRecord()
+    record.take_over(
+        GenerationNumber(2), hosts, 100, [AuditKnowledge(1, steps) for steps in verified], verified
+    )
+    return AuditResponse(GenerationNumber(2), hosts, A, control or Control(), record)
+
+
+def test_all_hosts_take_over_the_record_of_one_that_has_trained_last():
+    records = make_records()
+    begin(records, 1, [A, B], 0)
+    for host in (A, B):
+        records[host].pass_audit([A, B], 50)
+    begin(records, 2, [B, C], 20)  # while A is away the job goes back
+    hosts = [A, B, C]
+    responses = [AuditResponse(GenerationNumber(3), hosts, host, Control(), records[host]) for host in hosts]
+    SummingHosts(3).run(lambda exchange: responses[exchange.host_index].begin(60, exchange))
+    assert [response.list_verified_steps() for response in responses] == [(20, 20, 20)] * 3
 
 
 def test_states_from_after_the_last_audit_of_a_corrupt_host_are_in_doubt():
