@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh
 
 from resilient_jax.program_analysis.program_digest import ProgramDescription, describe_program
 from resilient_jax.step.batch_source import BatchSource
@@ -21,24 +22,49 @@ UPDATE: Final = "the update"
 COMPARED_PROGRAMS: Final = (MICROBATCH, UPDATE)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicrobatchProgram:
-    """A compute function that calls one traced program.
+    """A compute function that calls one program, which is jitted: `program(*shared, batch, *ids, **options)`.
 
     Attributes:
-        bind: returns the program, jitted, and its arguments for a microbatch.
-        trace: returns the program's jaxpr for a replica, traced as the call will trace it.
+        shared: what all microbatches take: arrays of this host, which are copied to a replica's mesh once.
+        make_ids: returns what tells microbatches apart, by step and index.
+        describe_example: returns the abstract arrays of a microbatch.
+        choose_options: returns the static arguments, by the mesh of a replica.
         update: the program that takes the sum; None: it is not known.
     """
 
-    bind: Callable[[Microbatch], tuple[Callable[..., Any], *tuple[Any, ...]]]
-    trace: Callable[[Replica], core.ClosedJaxpr]
+    program: Any
+    shared: tuple[Any, ...]
+    make_ids: Callable[[int, int], tuple[Any, ...]]
+    describe_example: Callable[[], Any]
+    choose_options: Callable[[AbstractMesh], Mapping[str, Any]]
     update: ProgramDescription | None = None
+    _shared_by_mesh: dict[Mesh, tuple[Any, ...]] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, microbatch: Microbatch) -> Any:  # noqa: ANN401 - a tree
         """Compute a microbatch."""
         program, *arguments = self.bind(microbatch)
         return program(*arguments)
+
+    def bind(self, microbatch: Microbatch) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
+        """Return the program and its arguments for a microbatch."""
+        replica = microbatch.replica
+        batch = replica.place_batch(microbatch.batch)
+        options = self.choose_options(replica.mesh.abstract_mesh)
+        arguments = self._list_arguments(replica, batch, microbatch.step, microbatch.index)
+        return functools.partial(self.program, **options), *arguments
+
+    def trace(self, replica: Replica) -> core.ClosedJaxpr:
+        """Return the program's jaxpr for a replica, traced as the call will trace it."""
+        arguments = self._list_arguments(replica, replica.describe_batch(self.describe_example()), 0, 0)
+        return self.program.trace(*arguments, **self.choose_options(replica.mesh.abstract_mesh)).jaxpr
+
+    def _list_arguments(self, replica: Replica, batch: Any, step: int, index: int) -> tuple[Any, ...]:  # noqa: ANN401 - a tree
+        known = self._shared_by_mesh
+        if replica.mesh not in known:  # two threads have two replicas
+            known[replica.mesh] = replica.to_replica(self.shared)
+        return *known[replica.mesh], batch, *self.make_ids(step, index)
 
 
 def describe_programs(

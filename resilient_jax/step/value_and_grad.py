@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.argument_checks import describe_value
@@ -28,7 +27,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import make_zero
 from resilient_jax.step.batch_source import BatchSource
 from resilient_jax.step.loss_gradient import differentiate_loss
-from resilient_jax.step.microbatch_accumulator import ComputeFunction, Microbatch
+from resilient_jax.step.microbatch_accumulator import ComputeFunction
 from resilient_jax.step.microbatch_program import MicrobatchProgram
 from resilient_jax.step.random_keys import (
     KEY_NAMES,
@@ -37,7 +36,7 @@ from resilient_jax.step.random_keys import (
     make_microbatch_id,
     make_microbatch_key,
 )
-from resilient_jax.step.replicas import Replica, is_on_replicas
+from resilient_jax.step.replicas import is_on_replicas
 from resilient_jax.weighted_mean import WeightedMean, find_divisor, is_weighted, read_weighted_mean
 
 Tree = Any
@@ -162,7 +161,15 @@ class ValueAndGrad:
             jax.tree.map(lambda leaf: _make_zeros(leaf, sharding), like[0]),
             jax.tree.map(lambda leaf: _make_zeros(leaf, leaf.sharding), params),
         )
-        sums = self._accumulate(self._make_computer(programs, params, args), zeros)
+        specs = tuple(leaf.sharding.spec if is_on_replicas(leaf) else P() for leaf in jax.tree.leaves(params))
+        compute = MicrobatchProgram(
+            program=programs.compute,
+            shared=(params, args),
+            make_ids=lambda step, index: (make_microbatch_id(step, index), np.uint32(self._seed)),
+            describe_example=self._describe_example,
+            choose_options=lambda mesh: {"mesh": mesh, "specs": specs},
+        )
+        sums = self._accumulate(compute, zeros)
         dtypes = tuple(
             leaf.dtype for leaf in jax.tree.leaves(jax.tree.map(_get_mean, like, is_leaf=is_weighted))
         )
@@ -208,32 +215,6 @@ class ValueAndGrad:
             batch = self._batches.get(0, 0, ALL_ROWS)
             self._example = jax.eval_shape(lambda: batch)
         return self._example
-
-    def _make_computer(
-        self, programs: "_Programs", params: Tree, args: tuple[Tree, ...]
-    ) -> ComputeFunction[Tree]:
-        arguments_by_mesh: dict[Mesh, Tree] = {}
-        specs = tuple(leaf.sharding.spec if is_on_replicas(leaf) else P() for leaf in jax.tree.leaves(params))
-
-        def list_arguments(replica: Replica, batch: Tree, step: int, index: int) -> tuple[Tree, ...]:
-            if replica.mesh not in arguments_by_mesh:  # two threads have two replicas
-                arguments_by_mesh[replica.mesh] = replica.to_replica((params, args))
-            ids = make_microbatch_id(step, index), np.uint32(self._seed)
-            return *arguments_by_mesh[replica.mesh], batch, *ids
-
-        def bind(microbatch: Microbatch) -> tuple[Any, ...]:
-            replica = microbatch.replica
-            batch = replica.place_batch(microbatch.batch)
-            arguments = list_arguments(replica, batch, microbatch.step, microbatch.index)
-            program = functools.partial(programs.compute, mesh=replica.mesh.abstract_mesh, specs=specs)
-            return program, *arguments
-
-        def trace(replica: Replica) -> core.ClosedJaxpr:
-            batch = replica.describe_batch(self._describe_example())
-            arguments = list_arguments(replica, batch, 0, 0)
-            return programs.compute.trace(*arguments, mesh=replica.mesh.abstract_mesh, specs=specs).jaxpr
-
-        return MicrobatchProgram(bind, trace)
 
 
 class _Programs:
