@@ -41,6 +41,10 @@ class HostClaims(msgspec.Struct, frozen=True, array_like=True):
     state_digest: tuple[int, ...] = NO_STATE_DIGEST
     data_digest: tuple[int, ...] = NO_DIGEST
 
+    def gather(self, exchange: HostExchange) -> list["HostClaims"]:
+        """Return what all hosts tell. For all hosts at once."""
+        return exchange.gather(self, room_bytes=count_claims_bytes(len(self.microbatches)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
@@ -51,16 +55,12 @@ class Claims:
         limits_digest: uint32[hosts].
         seconds: float32[hosts].
         watched: what the last steps of each host took; (): nothing was told.
-        state_digest: int32[hosts, STATE_DIGEST_WORDS].
-        data_digest: int32[hosts, DIGEST_WORDS].
     """
 
     microbatches: np.ndarray
     limits_digest: np.ndarray
     seconds: np.ndarray
     watched: Sequence[WatchReport]
-    state_digest: np.ndarray
-    data_digest: np.ndarray
 
     @classmethod
     def make_empty(cls, num_hosts: int, num_microbatches: int) -> "Claims":
@@ -70,21 +70,16 @@ class Claims:
             limits_digest=np.zeros(num_hosts, np.uint32),
             seconds=np.zeros(num_hosts, np.float32),
             watched=(),
-            state_digest=np.zeros((num_hosts, STATE_DIGEST_WORDS), np.int32),
-            data_digest=np.tile(np.array(NO_DIGEST, np.int32), (num_hosts, 1)),
         )
 
     @classmethod
-    def gather(cls, exchange: HostExchange, own: HostClaims) -> "Claims":
-        """Return the claims of all hosts. For all hosts at once."""
-        told = exchange.gather(own, room_bytes=count_claims_bytes(len(own.microbatches)))
+    def join(cls, told: Sequence[HostClaims]) -> "Claims":
+        """Return the claims of all hosts; what is compared is not among them."""
         return cls(
             microbatches=np.array([claims.microbatches for claims in told], np.int32),
             limits_digest=np.array([claims.limits_digest for claims in told], np.uint32),
             seconds=np.array([claims.seconds for claims in told], np.float32),
             watched=[claims.watched for claims in told],
-            state_digest=np.array([claims.state_digest for claims in told], np.int32),
-            data_digest=np.array([claims.data_digest for claims in told], np.int32),
         )
 
     def drop_other_limits(self) -> "Claims":

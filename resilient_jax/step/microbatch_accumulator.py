@@ -63,12 +63,11 @@ class StepHooks(Protocol):
         """Return int32[words], the digests of what this host has of the state that this step begins with."""
         ...
 
-    def compare_states(self, digests: np.ndarray) -> None:
-        """Compare the digests of all hosts, int32[hosts, words]; do not return if this host's state is wrong."""
-        ...
+    def compare_hosts(self, states: np.ndarray, sample: DataSample, reads: np.ndarray) -> None:
+        """Compare the digests of all hosts' states, int32[hosts, words]; do not return if this host's state is wrong.
 
-    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
-        """Report if reads of the same microbatch, int32[reads, words], have returned different arrays."""
+        Report if reads of the same microbatch, int32[reads, words], have returned different arrays.
+        """
         ...
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:

@@ -391,10 +391,8 @@ class Reducer:
                 seconds=self._speeds.estimate(spec),
                 watched=self.watch.take_report(spec) if self.watch is not None else WatchReport(),
             )
-            claims = (
-                self._compare_hosts(own, spec, digest_read)
-                if is_compared
-                else Claims.gather(self.exchange, own)
+            claims = Claims.join(
+                self._compare_hosts(own, spec, digest_read) if is_compared else own.gather(self.exchange)
             )
             self._exchanged.add(spec.name)
         else:
@@ -410,7 +408,7 @@ class Reducer:
 
     def _compare_hosts(
         self, own: HostClaims, spec: AccumulationSpec, digest_read: DigestFunction | None
-    ) -> Claims:
+    ) -> list[HostClaims]:
         """Return the claims of all hosts, which are exchanged with digests of their states and data."""
         num_hosts = len(self._live.process_indexes)
         sample = DataSample.choose(spec.step, spec.num_microbatches, num_hosts)
@@ -418,11 +416,13 @@ class Reducer:
         own = msgspec.structs.replace(own, data_digest=tuple(reads[0].tolist()))
         if num_hosts > 1 and spec.step not in self._compared_steps.values():
             own = msgspec.structs.replace(own, state_digest=tuple(self._hooks.digest_state().tolist()))
-        claims = Claims.gather(self.exchange, own)
+        told = own.gather(self.exchange)
         self._compared_steps[spec.name] = spec.step
-        self._hooks.compare_states(claims.state_digest)
-        self._hooks.compare_data(sample, claims.data_digest if num_hosts > 1 else reads)
-        return claims
+        states = np.array([claims.state_digest for claims in told], np.int32)
+        if num_hosts > 1:
+            reads = np.array([claims.data_digest for claims in told], np.int32)
+        self._hooks.compare_hosts(states, sample, reads)
+        return told
 
     def _compute(
         self,

@@ -233,15 +233,11 @@ class Session:
         state = self._restored or self.committed.state
         return digest_state(state) if state is not None else make_no_state_digest()
 
-    def compare_states(self, digests: np.ndarray) -> None:
-        """See `HostComparison.compare_states`."""
+    def compare_hosts(self, states: np.ndarray, sample: DataSample, reads: np.ndarray) -> None:
+        """See `HostComparison`."""
         if self._comparison is not None:
-            self._comparison.compare_states(digests, self.committed.step)
-
-    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
-        """See `HostComparison.compare_data`."""
-        if self._comparison is not None:
-            self._comparison.compare_data(sample, digests)
+            self._comparison.compare_states(states, self.committed.step)
+            self._comparison.compare_data(sample, reads)
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
         """Record that limits of leaves were too low or too high for a sum, which is made again."""

@@ -29,7 +29,7 @@ def claim(limits, microbatches):
 def exchange(*claims):
     """Return the claims of all hosts, as each of them would have them."""
     hosts = SummingHosts(len(claims))
-    (found, *others) = hosts.run(lambda exchange: Claims.gather(exchange, claims[exchange.host_index]))
+    (found, *others) = hosts.run(lambda exchange: Claims.join(claims[exchange.host_index].gather(exchange)))
     for other in others:
         np.testing.assert_array_equal(other.limits_digest, found.limits_digest)
     return found

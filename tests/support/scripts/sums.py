@@ -111,10 +111,7 @@ class Hooks:
     def digest_state(self) -> np.ndarray:
         return make_no_state_digest()
 
-    def compare_states(self, digests: np.ndarray) -> None:
-        pass
-
-    def compare_data(self, sample: DataSample, digests: np.ndarray) -> None:
+    def compare_hosts(self, states: np.ndarray, sample: DataSample, reads: np.ndarray) -> None:
         pass
 
     def report_misfits(self, name: str, leaves: Sequence[str]) -> None:
