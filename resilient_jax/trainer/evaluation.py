@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,8 @@ from resilient_jax.sharding.placements import Placement, constrain_sharding
 from resilient_jax.sharding.trace_mesh import make_trace_mesh, use_trace_mesh
 from resilient_jax.step.random_keys import make_microbatch_key
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction, check_same_means
-from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
-from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.train_step import cast_parameters
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.train_step import Recipe, cast_parameters
 from resilient_jax.weighted_mean import WeightedMean, read_divisor
 
 Tree = Any
@@ -145,33 +144,22 @@ class EvaluationProgram:
         compute: `compute(variables, batch, microbatch_id, placement=) -> EvaluationSums`; see `TrainStep`.
     """
 
-    def __init__(
-        self,
-        model: ModelAdapter,
-        loss_fn: LossFunction,
-        numerics: Numerics,
-        seed: int,
-        variables: Variables,
-        example: Tree,
-        axis_names: Sequence[str],
-    ) -> None:
+    def __init__(self, recipe: Recipe, loss_fn: LossFunction, variables: Variables, example: Tree) -> None:
         """Trace the loss once, without a device.
 
         Raises:
             CallerError: the loss returns no scalar.
         """
-        self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
+        self._recipe, self._loss = recipe, loss_fn
         self.compute = jax.jit(self._compute, static_argnames="placement")
         microbatch_id = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        with use_trace_mesh(make_trace_mesh(axis_names)):
+        with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
             self.abstract_sums = jax.eval_shape(self._compute_sums, variables, example, microbatch_id)
 
     def _compute_sums(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
-        model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, microbatch_id))
-        bound = cast_parameters(variables, self._numerics.compute_dtype)
-        found, _ = self._model.apply(
-            bound, model_key, lambda model: self._loss(model, batch, loss_key), training=False
-        )
+        recipe, key = self._recipe, make_microbatch_key(self._recipe.seed, microbatch_id)
+        bound = cast_parameters(variables, recipe.numerics.compute_dtype)
+        found, _ = recipe.apply_loss(self._loss, bound, batch, key, training=False)
         return EvaluationSums(*found)
 
     def _compute(

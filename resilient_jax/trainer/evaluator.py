@@ -51,16 +51,8 @@ class ReplicaEvaluator(Evaluator):
 
     def __init__(self, config: FitConfig, programs: TrainStep) -> None:
         super().__init__(config)
-        recipe, self._parallelism = config.recipe, config.parallelism
-        self._program = EvaluationProgram(
-            recipe.model,
-            config.evaluation_loss,
-            recipe.numerics,
-            recipe.seed,
-            programs.abstract_state.variables,
-            self._example,
-            recipe.axis_names,
-        )
+        self._parallelism, variables = config.parallelism, programs.abstract_state.variables
+        self._program = EvaluationProgram(config.recipe, config.evaluation_loss, variables, self._example)
         self._start_reading(config.read_options)
 
     def evaluate(self, layout: StateLayout, state: State) -> dict[str, float]:

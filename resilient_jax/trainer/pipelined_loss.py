@@ -24,6 +24,7 @@ from resilient_jax.program_analysis.xla_cost import count_flops
 from resilient_jax.sharding.stage_sharding import StageSharding, make_abstract_stage_mesh
 from resilient_jax.sharding.trace_mesh import use_trace_mesh
 from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.loss_function import LossFunction
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy
 from resilient_jax.trainer.stage_axes import find_stage_sharding
@@ -58,7 +59,7 @@ def cut_training_loss(
 
 
 def make_marked_loss(
-    recipe: Recipe, loss_fn: Callable[..., Any], tree: VariableTree, *, training: bool
+    recipe: Recipe, loss_fn: LossFunction, tree: VariableTree, *, training: bool
 ) -> Callable[[Tree, Tree, jax.Array], Any]:
     """Return `loss(variables, batch, key)`, in whose trace the layers of the model are marked: what is cut into blocks.
 
@@ -77,7 +78,7 @@ def make_marked_loss(
 
 def _apply(
     recipe: Recipe,
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFunction,
     variables: Variables,
     batch: Tree,
     key: jax.Array,
@@ -86,14 +87,14 @@ def _apply(
 ) -> tuple[dict[str, Any], Variables]:
     """Return loss and metrics of a model with marked layers, as `split_weights` does, and the variables after it."""
     bound = cast_parameters(variables, recipe.numerics.compute_dtype)
-    model_key, loss_key = jax.random.split(key)
-
-    def use(model: Any) -> Any:  # noqa: ANN401 - the user's
-        marked = mark_layers(model) if isinstance(model, nnx.Module) else model
-        return loss_fn(marked, batch, loss_key)
-
-    (loss, metrics), after = recipe.model.apply(bound, model_key, use, training=training)
+    (loss, metrics), after = recipe.apply_loss(
+        loss_fn, bound, batch, key, training=training, mark=_mark_layers
+    )
     return split_weights({LOSS: loss, **metrics}), after
+
+
+def _mark_layers(model: Any) -> Any:  # noqa: ANN401 - the user's
+    return mark_layers(model) if isinstance(model, nnx.Module) else model
 
 
 def _cut(recipe: Recipe, programs: TrainStep, mesh: AbstractMesh) -> CutModel:

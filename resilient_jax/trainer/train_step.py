@@ -26,7 +26,7 @@ sharded state come from a snapshot.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -92,6 +92,26 @@ class Recipe:
     variable_rules: Mapping[str, Rule] = dataclasses.field(default_factory=lambda: dict(DEFAULT_RULES))
     axis_names: tuple[str, ...] = (DATA_AXIS,)
     is_mesh_free: bool = False
+
+    def apply_loss(
+        self,
+        loss_fn: LossFunction,
+        bound: Variables,
+        batch: Tree,
+        key: jax.Array,
+        *,
+        training: bool,
+        mark: Callable[[Any], Any] = lambda model: model,
+    ) -> tuple[tuple[Mean, Metrics], Variables]:
+        """Return ((loss, metrics), variables after it) of a microbatch.
+
+        Args:
+            mark: makes of the bound model what the loss is called with.
+        """
+        model_key, loss_key = jax.random.split(key)
+        return self.model.apply(
+            bound, model_key, lambda model: loss_fn(mark(model), batch, loss_key), training=training
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,7 +228,8 @@ class TrainStep:
         bound = jax.eval_shape(self._cast, variables)
 
         def loss_of(bound: Variables, batch: Tree) -> tuple[Variables, Mean, Metrics]:
-            loss, (metrics, after) = self._apply(bound, batch, jax.random.key(0))
+            key = jax.random.key(0)
+            (loss, metrics), after = recipe.apply_loss(recipe.loss_fn, bound, batch, key, training=True)
             return after, loss, metrics
 
         with use_trace_mesh(make_trace_mesh(recipe.axis_names)):
@@ -227,15 +248,6 @@ class TrainStep:
     def _cast(self, variables: Variables) -> Variables:
         return cast_parameters(variables, self._recipe.numerics.compute_dtype)
 
-    def _apply(self, bound: Variables, batch: Tree, key: jax.Array) -> tuple[Mean, tuple[Metrics, Variables]]:
-        """Return (loss, (metrics, variables after it)) of a microbatch."""
-        recipe = self._recipe
-        model_key, loss_key = jax.random.split(key)
-        (loss, metrics), after = recipe.model.apply(
-            bound, model_key, lambda model: recipe.loss_fn(model, batch, loss_key), training=True
-        )
-        return loss, (metrics, after)
-
     def _compute(
         self,
         variables: Variables,
@@ -244,11 +256,12 @@ class TrainStep:
         *,
         placement: Placement,
     ) -> MicrobatchSums:
-        index = microbatch_id[1]
+        recipe, index = self._recipe, microbatch_id[1]
 
         def loss_of(params: Tree) -> tuple[Mean, tuple[Metrics, Tree]]:
-            key = make_microbatch_key(self._recipe.seed, microbatch_id)
-            loss, (metrics, after) = self._apply(self._cast(variables._replace(params=params)), batch, key)
+            key = make_microbatch_key(recipe.seed, microbatch_id)
+            bound = self._cast(variables._replace(params=params))
+            (loss, metrics), after = recipe.apply_loss(recipe.loss_fn, bound, batch, key, training=True)
             return loss, (metrics, self.reducer.contribute(variables, after, index))
 
         if self._recipe.numerics.remat:
