@@ -11,8 +11,8 @@ matter. The latencies of the levels add up.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import assert_never
 
+from resilient_jax.planning.columns import count_bits, is_column, maximum, minimum
 from resilient_jax.planning.program_cost import CollectiveKind
 from resilient_jax.topology import Topology
 
@@ -77,43 +77,27 @@ def estimate_collective_s(
     >>> round(estimate_collective_s(CollectiveKind.ALL_REDUCE, 4e9, (4,), [link]), 6)
     6.000006
     """
-    match kind:
-        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            return pieces * _gather_s(message_bytes / pieces, factors, links)
-        case CollectiveKind.ALL_REDUCE:
-            # A reduce-scatter and an all-gather: twice M (q - 1) / q bytes at each level.
-            return 2 * pieces * _gather_s(message_bytes / pieces, factors, links)
-        case CollectiveKind.ALL_TO_ALL:
-            return pieces * _exchange_s(message_bytes / pieces, factors, links)
-        case _:
-            assert_never(kind)
-
-
-def _gather_s(message_bytes: float, factors: LevelFactors, links: Sequence[DeviceLink]) -> float:
-    # t = max(t_0, t_1 + ... + t_n) + sum_l n_l latency_l, with t_l = M_l (q_l - 1) / (q_l bandwidth_l),
-    # M_l = M / (q_0 ... q_(l-1)) and n_l = min(q_l - 1, 2 ceil(log2 q_l)); level 0 is inside a host.
+    # t = max(t_0, t_1 + ... + t_n) + sum_l n_l latency_l, with t_l = sent_l / bandwidth_l and
+    # n_l = min(q_l - 1, 2 ceil(log2 q_l)); level 0 is inside a host. With below_l = q_0 ... q_(l-1):
+    #     gather and scatter    sent_l = M / below_l (q_l - 1) / q_l
+    #     all-to-all            sent_l = M / k below_l (q_l - 1) / k
+    message, devices, below = message_bytes / pieces, math.prod(factors), 1
     inside = between = latency = 0.0
     for level, (parts, link) in enumerate(zip(factors, links, strict=False)):
-        if parts > 1:
-            time = message_bytes * (parts - 1) / parts / link.bytes_per_s
-            inside, between = (inside, between + time) if level else (time, 0.0)
-            latency += min(parts - 1, 2 * (parts - 1).bit_length()) * link.latency_s
-            message_bytes /= parts
-    return max(inside, between) + latency
-
-
-def _exchange_s(message_bytes: float, factors: LevelFactors, links: Sequence[DeviceLink]) -> float:
-    # The same maximum and sum, with t_l = (M / k) below_l (q_l - 1) / (k bandwidth_l) and below_l = q_0 ... q_(l-1).
-    devices = math.prod(factors)
-    inside = between = latency = 0.0
-    below = 1
-    for level, (parts, link) in enumerate(zip(factors, links, strict=False)):
-        if parts > 1:
-            time = message_bytes / devices * below * (parts - 1) / devices / link.bytes_per_s
-            inside, between = (inside, between + time) if level else (time, 0.0)
-            latency += min(parts - 1, 2 * (parts - 1).bit_length()) * link.latency_s
-            below *= parts
-    return max(inside, between) + latency
+        if not is_column(parts) and parts == 1:
+            continue
+        if kind is CollectiveKind.ALL_TO_ALL:
+            sent = message / devices * below * (parts - 1) / devices
+            below = below * parts
+        else:
+            sent = message * (parts - 1) / parts
+            message = message / parts
+        time = sent / link.bytes_per_s
+        inside, between = (inside, between + time) if level else (time, 0.0)
+        latency = latency + minimum(parts - 1, 2 * count_bits(parts - 1)) * link.latency_s
+    # An all-reduce is a reduce-scatter and an all-gather.
+    rounds = 2 * pieces if kind is CollectiveKind.ALL_REDUCE else pieces
+    return rounds * (maximum(inside, between) + latency)
 
 
 def estimate_send_s(message_bytes: float, factors: LevelFactors, links: Sequence[DeviceLink]) -> float:

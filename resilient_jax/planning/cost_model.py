@@ -13,21 +13,25 @@ import msgspec
 
 from resilient_jax.pipeline_schedule.makespan import UNLIMITED, MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.collectives import DeviceLink, estimate_collective_s, find_device_links
+from resilient_jax.planning.columns import maximum
 from resilient_jax.planning.device_layout import (
     NO_LAYER_LIMITS,
     DeviceLayout,
     MicrobatchConfig,
+    ReplicaAxes,
     StageLayerLimits,
 )
-from resilient_jax.planning.host_pool import Composition, find_stage_kinds
+from resilient_jax.planning.host_pool import Composition, HostKind, find_stage_kinds
 from resilient_jax.planning.layer_split import StageRun, split_layers_by_run
 from resilient_jax.planning.memory import DeviceMemory
 from resilient_jax.planning.pipeline import PipelineTime, find_weight_share, time_pipeline
 from resilient_jax.planning.plan_request import PlanRequest
 from resilient_jax.planning.program_cost import CollectiveKind
 from resilient_jax.planning.stage_cost import (
+    LeastTimes,
     PartTimes,
     StageTime,
+    bound_part_times,
     count_microbatch_load,
     estimate_part_times,
     estimate_transfer_s,
@@ -138,7 +142,11 @@ class CostModel:
         if not (count and self.memory.find_longest_stage(layout.axes, microbatch)):
             return ()
         costs = self._cost_layout(layout, microbatch)
-        if self._bound_makespan_s(layout, microbatch, costs.parts, count) >= limit_s:
+        longest, least = (
+            self.memory.find_longest_stage(layout.axes, microbatch),
+            bound_part_times(costs.parts),
+        )
+        if self.bound_makespan_s(layout.axes, microbatch, least, longest, count) >= limit_s:
             return ()
         found = []
         for composition, number in self.find_blocks(layout):
@@ -177,39 +185,34 @@ class CostModel:
             ]
         return self._parts[key]
 
-    def _bound_makespan_s(
+    def bound_makespan_s(
         self,
-        layout: DeviceLayout,
+        axes: ReplicaAxes,
         microbatch: MicrobatchConfig,
-        parts: Sequence[PartTimes],
+        least: LeastTimes,
+        longest: float,
         replicas: int,
     ) -> float:
-        """Return a lower bound of the makespan.
-
-        The slowest stage takes at least the average of the stages, and at least the longest stage's layers.
-        """
+        """Return a lower bound of the makespan of a step, where the longest stage has so many layers or more."""
         # t >= max(longest layer_s, (L layer_s + ends_s) / P) on the fastest host kind; a replica has ceil(N / R) of the
         # step's N microbatches or more; makespan >= ceil(N / R) p(t) + fill(t).
-        stages, layers = layout.axes.pipeline, self.layers
-        layer = min(part.layer.total_s for part in parts)
-        ends = min(part.embedding.total_s + part.head.total_s for part in parts)
-        longest = self.memory.find_longest_stage(layout.axes, microbatch)
-        microbatch_s = max(longest * layer, (layers * layer + ends) / stages)
-        quota = -(-self.memory.count_microbatches(layout.axes, microbatch) // replicas)
-        pipeline = self._time_pipeline(stages, microbatch_s, parts[0].transfer_s, microbatch)
-        return float(quota * pipeline.microbatch_s + pipeline.fill_s)
+        stages = axes.pipeline
+        average = (self.layers * least.layer_s + least.ends_s) / stages
+        stage_s = maximum(longest * least.layer_s, average)
+        quota = -(-self.memory.count_microbatches(axes, microbatch) // replicas)
+        pipeline = self._time_pipeline(stages, stage_s, least.transfer_s, microbatch)
+        return quota * pipeline.microbatch_s + pipeline.fill_s
 
     def _time_pipeline(
         self, stages: int, stage_s: float, transfer_s: float, microbatch: MicrobatchConfig
     ) -> PipelineTime:
-        found = time_pipeline(
+        return time_pipeline(
             stages,
             stage_s,
             transfer_s,
             weight_share=find_weight_share(is_remat=microbatch.remat),
             repeats=self.request.pipeline_repeats,
         )
-        return PipelineTime(*map(float, found))
 
     def _time_replica(
         self,
@@ -293,16 +296,12 @@ class CostModel:
         self, layout: DeviceLayout, classes: Sequence[BlockClass], blocks: int
     ) -> list[MachineClass]:
         """Return the replicas of the fastest `blocks` blocks as machines, to assign microbatches to."""
-        # n microbatches take n p + fill: a machine that starts at `fill` with tasks of p.
         found = []
         for one in classes:
             taken = min(one.blocks, blocks)
             blocks -= taken
             if taken:
-                time, count = one.time.pipeline, taken * layout.replicas_per_block
-                found.append(
-                    MachineClass(count=count, start_s=float(time.fill_s), task_s=float(time.microbatch_s))
-                )
+                found.append(one.time.pipeline.as_machines(taken * layout.replicas_per_block))
         return found
 
     def assign_microbatches(
@@ -322,7 +321,6 @@ class CostModel:
         """Return the seconds after the last microbatch: all-reduce over replicas; update with a step's overhead."""
         # update = max over classes of updated bytes / (bandwidth e_memory speed) + overhead, in s; the all-reduce waits
         # for the largest gradient. Only the classes that the first `blocks` blocks use count.
-        constants = self.request.calibration
         synced = update = 0.0
         left = blocks
         for one in classes:
@@ -330,12 +328,17 @@ class CostModel:
                 break
             left -= one.blocks
             kind = self.request.pool.kinds[one.time.host_kind]
-            bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s * constants.memory_efficiency
-            update = max(update, one.time.updated_bytes / (bandwidth * kind.speed))
+            update = max(update, self.estimate_update_s(one.time.updated_bytes, kind))
             synced = max(synced, one.time.synced_bytes)
         factors = layout.replica_level_factors(blocks)
         reduction = estimate_collective_s(CollectiveKind.ALL_REDUCE, synced, factors, self.links)
-        return reduction, update + constants.step_overhead_s
+        return reduction, update
+
+    def estimate_update_s(self, updated_bytes: float, kind: HostKind) -> float:
+        """Return the seconds of an update on hosts of a kind, with a step's overhead."""
+        constants = self.request.calibration
+        bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s * constants.memory_efficiency
+        return updated_bytes / (bandwidth * kind.speed) + constants.step_overhead_s
 
     def estimate_plan(
         self,

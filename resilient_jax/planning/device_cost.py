@@ -5,12 +5,15 @@ of attention and moves b bytes in `(f + a / e_attention) / (F e_matrix) + b / (B
 amount of the program is divided by the axes that shard it; collectives follow `collectives`.
 """
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import DeviceLink, LevelFactors, estimate_collective_s
+from resilient_jax.planning.columns import is_column
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.program_cost import (
     ActivationCollective,
@@ -43,7 +46,7 @@ def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes:
     """Return a device's share of an amount; `AmountByAxis` defines which axes divide each kind."""
     # share = (replicated + (tensor + attention) / t + vocabulary / t_v + expert / (e t)) / s, with t, e and s devices
     # along tensor, expert and sequence, and t_v = t if tensor shards the vocabulary, else 1.
-    vocabulary = axes.tensor if is_partitioned(program_cost, Axis.TENSOR, "vocab", axes.tensor) else 1
+    vocabulary = count_parts(program_cost, Axis.TENSOR, "vocab", axes.tensor)
     return (
         amounts.replicated
         + (amounts.tensor + amounts.attention) / axes.tensor
@@ -52,12 +55,15 @@ def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes:
     ) / axes.sequence
 
 
-def is_partitioned(program_cost: ProgramCost, axis: Axis, name: str, size: int) -> bool:
+def is_partitioned(program_cost: ProgramCost, axis: Axis, name: str | None, size: int) -> bool:
     """Return whether an axis of this size shards the dims of a logical name; True for a name without rules."""
-    return all(
-        is_divisible(divisor, size)
-        for divisor in program_cost.divisibility_rules_by_dim.get((axis, name), ())
-    )
+    rules = program_cost.divisibility_rules_by_dim.get((axis, name), ()) if name else ()
+    return functools.reduce(operator.and_, (is_divisible(rule, size) for rule in rules), True)
+
+
+def count_parts(program_cost: ProgramCost, axis: Axis, name: str, size: int) -> int:
+    """Return into how many parts an axis of this size divides the dims of a logical name."""
+    return 1 + (size - 1) * is_partitioned(program_cost, axis, name, size)
 
 
 def count_device_work(
@@ -73,14 +79,13 @@ def count_device_work(
     sum (read and written).
     """
     # Remat repeats the forward pass: its FLOPs, its bytes moved, its kernels, and a third read of the parameters.
-    is_remat = microbatch.remat and cost.part is ModelPart.LAYER
-    products, moved = cost.step_flops, compute_device_share(program_cost, cost.step_bytes, axes)
-    if is_remat:
-        products = products + cost.remat_flops
-        moved += compute_device_share(program_cost, cost.forward_bytes, axes)
+    is_remat = microbatch.remat & (cost.part is ModelPart.LAYER)
+    products = cost.step_flops + cost.remat_flops.scaled(is_remat)
+    moved = compute_device_share(program_cost, cost.step_bytes, axes)
+    moved = moved + is_remat * compute_device_share(program_cost, cost.forward_bytes, axes)
     attention = compute_device_share(program_cost, AmountByAxis(attention=products.attention), axes)
     flops = compute_device_share(program_cost, products, axes) - attention
-    passes = 3 if is_remat else 2
+    passes = 2 + is_remat
     return DeviceWork(
         flops=flops * microbatch.sequences,
         attention_flops=attention * microbatch.sequences,
@@ -123,29 +128,29 @@ def estimate_collectives(
     # An array of activations is M b / (product of the axes that shard it besides the collective's own), b sequences:
     # all but sequence collectives see a sequence's share, and keys and values are sharded by tensor, too.
     totals: dict[Axis, float] = {Axis.TENSOR: 0.0, Axis.SEQUENCE: 0.0, Axis.EXPERT: 0.0, Axis.FSDP: 0.0}
-    is_remat = microbatch.remat and cost.part is ModelPart.LAYER
+    is_remat = microbatch.remat & (cost.part is ModelPart.LAYER)
     for collective in cost.collectives:
         axis = collective.axis
-        if not is_collective_needed(program_cost, collective, axes):
+        times = collective.forward_count * (1 + is_remat) + collective.backward_count
+        needed = times * is_collective_needed(program_cost, collective, axes)
+        if not is_column(needed) and not needed:
             continue
         message = collective.message_bytes * microbatch.sequences
         if axis is not Axis.SEQUENCE:
-            message /= axes.sequence
-        elif is_partitioned(program_cost, Axis.TENSOR, "kv_heads", axes.tensor):
-            message /= axes.tensor
-        times = collective.forward_count * (2 if is_remat else 1) + collective.backward_count
-        if times:
-            totals[axis] += times * estimate_collective_s(collective.kind, message, factors[axis], links)
-    if axes.sequence > 1 and state.gradients:
-        reduced = estimate_collective_s(
-            CollectiveKind.ALL_REDUCE, state.gradients, factors[Axis.SEQUENCE], links
-        )
-        totals[Axis.SEQUENCE] += reduced
-    if axes.fsdp > 1 and state.gathered:
-        totals[Axis.FSDP] += sum(
-            estimate_collective_s(message.kind, message.bytes, factors[Axis.FSDP], links, message.pieces)
-            for message in list_fsdp_collectives(program_cost, cost.part, state)
-        )
+            message = message / axes.sequence
+        else:
+            message = message / count_parts(program_cost, Axis.TENSOR, "kv_heads", axes.tensor)
+        taken = estimate_collective_s(collective.kind, message, factors[axis], links)
+        totals[axis] = totals[axis] + needed * taken
+    # An axis of one device sends nothing.
+    reduced = estimate_collective_s(CollectiveKind.ALL_REDUCE, state.gradients, factors[Axis.SEQUENCE], links)
+    totals[Axis.SEQUENCE] = totals[Axis.SEQUENCE] + (state.gradients > 0) * reduced
+    sent = sum(
+        message.times
+        * estimate_collective_s(message.kind, message.bytes, factors[Axis.FSDP], links, message.pieces)
+        for message in list_fsdp_collectives(program_cost, cost.part, state)
+    )
+    totals[Axis.FSDP] = totals[Axis.FSDP] + (state.gathered > 0) * sent
     return totals
 
 
@@ -154,15 +159,13 @@ def is_collective_needed(
 ) -> bool:
     """Return whether a plan with these axes runs the collective."""
     size = getattr(axes, collective.axis)
-    return size > 1 and (
-        not collective.logical_name
-        or is_partitioned(program_cost, collective.axis, collective.logical_name, size)
-    )
+    return (size > 1) & is_partitioned(program_cost, collective.axis, collective.logical_name, size)
 
 
 class FsdpCollective(NamedTuple):
-    """An array that FSDP sends, divided over `pieces` collectives."""
+    """An array that FSDP sends so many times, each time divided over `pieces` collectives."""
 
+    times: int
     kind: CollectiveKind
     bytes: float
     pieces: int
@@ -170,7 +173,7 @@ class FsdpCollective(NamedTuple):
 
 def list_fsdp_collectives(
     program_cost: ProgramCost, part: ModelPart, state: PartBytes
-) -> tuple[FsdpCollective, ...]:
+) -> tuple[FsdpCollective, FsdpCollective]:
     """Return what FSDP sends for a microbatch: a part's parameters as often as they are gathered, and its gradients.
 
     Where gradients are summed before they are scattered (see `memory.MeasuredMemory`), that was measured to be as
@@ -180,5 +183,7 @@ def list_fsdp_collectives(
     # (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). Blocking backends keep what they gathered, unless layers
     # loop.
     passes, pieces = program_cost.fsdp_gathers[part]
-    gathered = FsdpCollective(CollectiveKind.ALL_GATHER, state.gathered, pieces)
-    return (*[gathered] * passes, FsdpCollective(CollectiveKind.REDUCE_SCATTER, state.gathered_gradients, 1))
+    return (
+        FsdpCollective(passes, CollectiveKind.ALL_GATHER, state.gathered, pieces),
+        FsdpCollective(1, CollectiveKind.REDUCE_SCATTER, state.gathered_gradients, 1),
+    )

@@ -1,12 +1,12 @@
 """The axes of one replica, its microbatch, and how its devices are laid out on the links."""
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from resilient_jax.pipeline_schedule.makespan import UNLIMITED
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.collectives import LevelFactors
+from resilient_jax.planning.columns import find_common_divisor
 
 
 class ReplicaAxes(NamedTuple):
@@ -131,7 +131,7 @@ def compute_level_factors(size: int, inside: int, level: int, outermost: int) ->
     # q_0 = devices inside a host, q_level = size / q_0, all other levels 1; their product is the size of the axis.
     parts = [1] * (outermost + 1)
     parts[0] = inside
-    parts[level] *= size // inside
+    parts[level] = parts[level] * (size // inside)
     return tuple(parts)
 
 
@@ -146,9 +146,9 @@ def fill_host(sizes: Iterable[int], devices: int) -> tuple[list[int], int]:
     inside = []
     for size in sizes:
         # The largest part that divides both the axis and the devices that are left, so that all parts are equal.
-        part = math.gcd(size, devices)
+        part = find_common_divisor(size, devices)
         inside.append(part)
-        devices //= part
+        devices = devices // part
     return inside, devices
 
 

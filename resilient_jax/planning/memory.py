@@ -14,6 +14,7 @@ import dataclasses
 from typing import NamedTuple
 
 from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.columns import choose, maximum, minimum
 from resilient_jax.planning.device_cost import compute_device_share, is_collective_needed
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.program_cost import AmountByAxis, CollectiveKind, ModelPart, PartCost, ProgramCost
@@ -84,8 +85,7 @@ def read_measured_memory(program_cost: ProgramCost) -> MeasuredMemory | None:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationBytes:
+class ActivationBytes(NamedTuple):
     """Bytes of one microbatch on one device.
 
     Attributes:
@@ -120,8 +120,9 @@ def count_activations(
         amounts, more = _describe_part(cost, is_block=is_block, is_remat=is_remat)
         kept[cost.part] = compute_device_share(program_cost, amounts, axes) * microbatch.sequences
         if keeps_sums and not is_remat and not is_block:
-            kept[cost.part] += _count_reduced(program_cost, cost, axes) * microbatch.sequences
-        extra = max(extra, compute_device_share(program_cost, more, axes) * microbatch.sequences)
+            reduced = _count_reduced(program_cost, cost, axes)
+            kept[cost.part] = kept[cost.part] + reduced * microbatch.sequences
+        extra = maximum(extra, compute_device_share(program_cost, more, axes) * microbatch.sequences)
     return ActivationBytes(
         embedding=kept[ModelPart.EMBEDDING],
         layer=kept[ModelPart.LAYER],
@@ -148,10 +149,12 @@ def _count_reduced(program_cost: ProgramCost, cost: PartCost, axes: ReplicaAxes)
     return sum(
         # sum_c count_c M_c / s: each device has the complete result of an all-reduce, but for the s parts of a
         # sequence.
-        collective.forward_count * collective.message_bytes / axes.sequence
+        collective.forward_count
+        * collective.message_bytes
+        / axes.sequence
+        * is_collective_needed(program_cost, collective, axes)
         for collective in cost.collectives
         if collective.kind is CollectiveKind.ALL_REDUCE
-        and is_collective_needed(program_cost, collective, axes)
     )
 
 
@@ -163,7 +166,7 @@ def count_in_flight(stage: int, stages: int, microbatches: int, repeats: int = 1
     # Weight gradients that wait for a gap keep their inputs, so every stage has as many as the first of 1F1B
     # (`pipeline_schedule.task_orders`, rule 2). Interleaved, the first has P (1 + (P - 1) / (P r)) = P + (P - 1) / r
     # (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198), and stage i has i fewer.
-    return min(stages - stage + (stages - 1) / repeats if repeats > 1 else stages, microbatches)
+    return minimum(stages - stage + (stages - 1) / repeats if repeats > 1 else stages, microbatches)
 
 
 class StagePosition(NamedTuple):
@@ -223,15 +226,14 @@ def _count_gathers(
 ) -> float:
     # Asynchronous FSDP has the layer in use and the next one gathered, and one layer's gradients before the scatter.
     # Blocking collectives gather a layer when it runs, and what their gradients need is in `_count_working`.
-    parts: list[PartBytes] = [state.layer]
+    parts: list[PartBytes] = [state.layer, state.layer]
     if has_end:
         parts += [state.embedding.plus(state.tied), state.head.plus(state.tied)]
-    used = max(part.gathered for part in parts)
-    if not has_gathers:
-        return used if measured is None else 0.0
-    if measured is not None and measured.has_blocking_collectives:
-        return used
-    return used + state.layer.gathered + max(part.gathered_gradients for part in parts)
+    used = maximum(*(part.gathered for part in parts))
+    gathered = used
+    if measured is None or not measured.has_blocking_collectives:
+        gathered = used + state.layer.gathered + maximum(*(part.gathered_gradients for part in parts))
+    return choose(has_gathers, gathered, used if measured is None else 0.0)
 
 
 def _count_working(
@@ -244,9 +246,9 @@ def _count_working(
     copies = measured.gradient_copies
     fixed = measured.fixed_share * held.parameters
     if not measured.has_blocking_collectives:
-        return max(fixed, copies * held.gradients - active)
+        return maximum(fixed, copies * held.gradients - active)
     if not measured.has_scanned_layers:
-        return max(fixed, copies * held.gathered_gradients - active - gathers)
-    iteration = max(part.gathered_gradients for part in state)
-    summed = max(copies * iteration, copies * held.gradients - active)
-    return max(fixed, summed - gathers)
+        return maximum(fixed, copies * held.gathered_gradients - active - gathers)
+    iteration = maximum(*(part.gathered_gradients for part in state))
+    summed = maximum(copies * iteration, copies * held.gradients - active)
+    return maximum(fixed, summed - gathers)

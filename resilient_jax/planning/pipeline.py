@@ -12,49 +12,48 @@ follow another sooner than in a P-th of its way there and back. Without any tran
 faster.
 """
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-Seconds = float | NDArray[np.float64]
-"""One time, or a column of them."""
-WEIGHT_SHARE: Final = 1 / 3
-"""W of a microbatch's time: forward pass, input gradient and weight gradient have equal FLOPs."""
-REMAT_WEIGHT_SHARE: Final = 1 / 4
-"""The same where the forward pass is computed twice."""
+from resilient_jax.pipeline_schedule.makespan import MachineClass
+from resilient_jax.planning.columns import maximum
 
 
 def find_weight_share(*, is_remat: bool) -> float:
     """Return the part of weight gradients in a microbatch's time."""
-    return REMAT_WEIGHT_SHARE if is_remat else WEIGHT_SHARE
+    # Forward pass, input gradient and weight gradient have equal FLOPs; with remat the forward pass is computed twice.
+    return 1 / (3 + is_remat)
 
 
 class PipelineTime(NamedTuple):
     """Seconds of a pipeline: `N microbatch_s + bubble_s + sending_s` for N microbatches."""
 
-    microbatch_s: Seconds
+    microbatch_s: float
     """From one microbatch to the next."""
-    bubble_s: Seconds
+    bubble_s: float
     """Computing that fills and drains the pipeline."""
-    sending_s: Seconds
+    sending_s: float
     """Transfers while it fills and drains."""
 
     @property
-    def fill_s(self) -> Seconds:
+    def fill_s(self) -> float:
         """What a step takes besides its microbatches."""
         return self.bubble_s + self.sending_s
+
+    def as_machines(self, count: int) -> MachineClass:
+        """Return so many such pipelines as machines, to assign microbatches to."""
+        # n microbatches take n p + fill: a machine that starts at `fill` with tasks of p.
+        return MachineClass(count=count, start_s=self.fill_s, task_s=self.microbatch_s)
 
 
 def time_pipeline(
     stages: int,
-    stage_s: Seconds,
-    transfer_s: Seconds = 0.0,
+    stage_s: float,
+    transfer_s: float = 0.0,
     *,
-    weight_share: Seconds = WEIGHT_SHARE,
+    weight_share: float = find_weight_share(is_remat=False),
     repeats: int = 1,
 ) -> PipelineTime:
-    """Return the times of a pipeline; columns for columns.
+    """Return the times of a pipeline.
 
     Args:
         stages: P.
@@ -72,7 +71,7 @@ def time_pipeline(
     weights = weight_share * stage_s
     round_trip = stage_s - weights + weights / stages + 2 * transfer_s * (stages - 1) / stages
     return PipelineTime(
-        np.maximum(stage_s, round_trip),
+        maximum(stage_s, round_trip),
         (stages - 1) * (stage_s - weights),
         (stages - 1) * 2 * transfer_s,
     )

@@ -84,15 +84,15 @@ def _find_terms(classes: Sequence[BlockClass], cost: PlanCost) -> StepTime:
         sequence_s=number * stage.sequence_s,
         expert_s=number * stage.expert_s,
         fsdp_s=number * stage.fsdp_s,
-        transfer_s=float(number * (pipeline.microbatch_s - stage.total_s) + pipeline.sending_s),
-        bubble_s=float(pipeline.bubble_s),
+        transfer_s=number * (pipeline.microbatch_s - stage.total_s) + pipeline.sending_s,
+        bubble_s=pipeline.bubble_s,
         gradient_all_reduce_s=cost.gradient_all_reduce_s,
         optimizer_s=cost.optimizer_s,
     )
 
 
 def _finish_s(pipeline: PipelineTime, microbatches: int) -> float:
-    return float(microbatches * pipeline.microbatch_s + pipeline.fill_s)
+    return microbatches * pipeline.microbatch_s + pipeline.fill_s
 
 
 def _describe_classes(

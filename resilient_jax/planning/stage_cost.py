@@ -5,8 +5,9 @@ A stage of L layers takes `ends + L layer`. FSDP's collectives overlap with comp
 slow host divides computing by its speed; its links stay as they are.
 """
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import DeviceLink, estimate_send_s
+from resilient_jax.planning.columns import maximum, minimum
 from resilient_jax.planning.device_cost import (
     DeviceWork,
     count_device_work,
@@ -70,6 +72,23 @@ class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
         return time
 
 
+class LeastTimes(NamedTuple):
+    """Bounds of the times of a layer, of both ends together, and of a transfer."""
+
+    layer_s: float
+    ends_s: float
+    transfer_s: float
+
+
+def bound_part_times(parts: Sequence[PartTimes]) -> LeastTimes:
+    """Return the least times on any of several host kinds or layouts."""
+    return LeastTimes(
+        functools.reduce(minimum, (part.layer.total_s for part in parts)),
+        functools.reduce(minimum, (part.embedding.total_s + part.head.total_s for part in parts)),
+        parts[0].transfer_s,
+    )
+
+
 class PartLoad(NamedTuple):
     """A part's work and its collectives: all that is the same on every host kind."""
 
@@ -114,11 +133,15 @@ def estimate_transfer_s(
     """Return the time until a neighboring stage has a result; each stage sends one forward and one backward."""
     if layout.axes.pipeline == 1:
         return 0.0
+    sent = count_sent_bytes(program_cost, layout.axes, microbatch)
+    return estimate_send_s(sent, layout.axis_level_factors(Axis.PIPELINE), links)
+
+
+def count_sent_bytes(program_cost: ProgramCost, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> float:
+    """Return what a device sends to a neighboring stage: its share of a layer's input."""
     # M = b (bytes of a layer's input) / s bytes: b sequences of which each device along the sequence axis has 1 / s.
     sent = sum(cost.input_bytes for cost in program_cost.parts if cost.part is ModelPart.LAYER)
-    return estimate_send_s(
-        sent * microbatch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links
-    )
+    return sent * microbatch.sequences / axes.sequence
 
 
 def _share_tied(state: StateBytes, axes: ReplicaAxes) -> dict[ModelPart, PartBytes]:
@@ -151,7 +174,7 @@ def estimate_part_times(
             tensor_s=shown * by_axis.get(Axis.TENSOR, 0.0),
             sequence_s=shown * by_axis.get(Axis.SEQUENCE, 0.0),
             expert_s=shown * by_axis.get(Axis.EXPERT, 0.0),
-            fsdp_s=max(0.0, by_axis.get(Axis.FSDP, 0.0) - constants.fsdp_overlap * computing),
+            fsdp_s=maximum(0.0, by_axis.get(Axis.FSDP, 0.0) - constants.fsdp_overlap * computing),
         )
 
     return PartTimes(

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from resilient_jax.pipeline_schedule.makespan import UNLIMITED
+from resilient_jax.planning.columns import floor, maximum, minimum
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.memory import (
     ActivationBytes,
@@ -27,6 +27,8 @@ from resilient_jax.planning.state_bytes import StateBytes, StateCounter
 NO_ACTIVATIONS = ActivationBytes(embedding=0.0, layer=0.0, head=0.0, extra=0.0)
 ROUNDING_SLACK = 1 + 1e-9
 """Tolerance for sums of the same terms in another order."""
+LEAST_BYTES = 1e-6
+"""Less than anything takes: a layer that takes nothing fits any number of times."""
 
 StageRuns = Sequence[tuple[int, int, int]]
 """Consecutive pipeline stages: index of their host kind, number of stages, layers of each (or the limit of each)."""
@@ -42,11 +44,6 @@ class MemoryHeadroom(NamedTuple):
     middle: float
     last: float
     layer: float
-
-
-def count_fitting_layers(left: float, layer: float) -> int:
-    """Return how many layers of `layer` bytes fit in `left` bytes."""
-    return int(left / layer * ROUNDING_SLACK) if layer > 0 else int(left >= 0) * UNLIMITED
 
 
 def _total_bytes(memory: DeviceMemory) -> float:
@@ -123,28 +120,29 @@ class StageMemory:
         """Return an upper bound of the bytes that a device has left for layers and activations."""
         key = (axes.tensor, axes.expert, axes.fsdp, axes.pipeline > 1)
         if key not in self._headrooms:
-            # C_i = usable - bytes of stage i with no layer and no activations; S = C_i - the same with one layer. All
-            # stages between the ends have the same C_i, so three stages stand for any number.
-            stages = 3 if axes.pipeline > 1 else 1
-
-            def count_left(stage: int, layers: int = 0) -> float:
-                return self.usable_bytes - self._estimate_state(axes, StagePosition(layers, stage, stages))
-
-            first, middle, last = count_left(0), count_left(stages // 2), count_left(stages - 1)
-            self._headrooms[key] = MemoryHeadroom(first, middle, last, first - count_left(0, layers=1))
+            self._headrooms[key] = self.bound_headroom(axes, self.count_state(axes))
         return self._headrooms[key]
 
-    def _estimate_state(self, axes: ReplicaAxes, position: StagePosition) -> float:
-        """Return the bytes that a device of a stage needs besides activations."""
-        return estimate_stage_memory(
-            self.count_state(axes),
-            NO_ACTIVATIONS,
-            self.request.calibration,
-            position,
-            in_flight=0,
-            has_gathers=axes.fsdp > 1,
-            measured=self._measured_least,
-        ).total
+    def bound_headroom(self, axes: ReplicaAxes, state: StateBytes) -> MemoryHeadroom:
+        """Return the result of `find_headroom`, also for columns."""
+        # C_i = usable - bytes of stage i with no layer and no activations; S = C_i - the same with one layer. All
+        # stages between the ends have the same C_i, so three stages stand for any number.
+        stages = 3 if axes.pipeline > 1 else 1
+
+        def count_left(stage: int, layers: int = 0) -> float:
+            needed = estimate_stage_memory(
+                state,
+                NO_ACTIVATIONS,
+                self.request.calibration,
+                StagePosition(layers, stage, stages),
+                in_flight=0,
+                has_gathers=axes.fsdp > 1,
+                measured=self._measured_least,
+            )
+            return self.usable_bytes - needed.total
+
+        first, middle, last = count_left(0), count_left(stages // 2), count_left(stages - 1)
+        return MemoryHeadroom(first, middle, last, first - count_left(0, layers=1))
 
     def count_max_layers(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> tuple[int, ...]:
         """Return the most layers that each stage has the memory for, on any host.
@@ -154,21 +152,14 @@ class StageMemory:
         """
         key = (axes, microbatch)
         if key not in self._max_layers:
-            # floor((C_i - F_i ends_i - x) / (S + F_i A)) layers, in bytes. C_0 and C_(P-1) lose the residuals of the
-            # embedding and the head, in as many microbatches as are in flight there; every stage loses x, the working
-            # memory of one part. More than L - P + 1 are of no use: each other stage has one.
             headroom, one = self.find_headroom(axes), self.count_activations(axes, microbatch)
-            stages, repeats = axes.pipeline, self.request.pipeline_repeats
+            # More than L - P + 1 are of no use: each other stage has one.
+            useful, stages = self.layers - axes.pipeline + 1, axes.pipeline
             microbatches = self.count_microbatches(axes, microbatch)
-            in_flight = [count_in_flight(stage, stages, microbatches, repeats) for stage in range(stages)]
-            left = [headroom.middle] * stages
-            left[0] = headroom.first - in_flight[0] * one.embedding
-            left[-1] = (left[0] if stages == 1 else headroom.last) - in_flight[-1] * one.head
-            useful = self.layers - stages + 1
-            self._max_layers[key] = tuple(
-                max(0, min(count_fitting_layers(free - one.extra, headroom.layer + n * one.layer), useful))
-                for free, n in zip(left, in_flight, strict=True)
+            limits = (
+                self._limit_layers(headroom, one, microbatches, stage, stages) for stage in range(stages)
             )
+            self._max_layers[key] = tuple(int(max(0, min(limit, useful))) for limit in limits)
         return self._max_layers[key]
 
     def remove_misfit_layers(
@@ -182,15 +173,56 @@ class StageMemory:
         ]
 
     def find_longest_stage(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> int:
-        """Return the least number of layers that the longest stage can have; 0 if the layers do not fit."""
+        """Return the least number of layers that the longest stage can have, or fewer; 0 if they do not fit."""
         key = (axes, microbatch)
         if key not in self._longest:
-            limits = self.count_max_layers(axes, microbatch)
-            # The least l from ceil(L / P) on with sum_i min(l, limit_i) >= L.
-            sizes = range(-(-self.layers // axes.pipeline), max(limits) + 1)
-            enough = (size for size in sizes if sum(min(size, most) for most in limits) >= self.layers)
-            self._longest[key] = next(enough, 0) if min(limits) else 0
+            headroom, one = self.find_headroom(axes), self.count_activations(axes, microbatch)
+            self._longest[key] = int(self.bound_longest_stage(axes, microbatch, headroom, one))
         return self._longest[key]
+
+    def bound_longest_stage(
+        self,
+        axes: ReplicaAxes,
+        microbatch: MicrobatchConfig,
+        headroom: MemoryHeadroom,
+        activations: ActivationBytes,
+    ) -> float:
+        """Return the result of `find_longest_stage`, also for columns."""
+        # The longest stage has l layers, with min(l, first) + min(l, last) + (P - 2) min(l, middle) >= L. Of the stages
+        # between the ends the last has the fewest microbatches in flight, so room for the most layers.
+        stages, layers = axes.pipeline, self.layers
+        microbatches = self.count_microbatches(axes, microbatch)
+        first, middle, last = (
+            self._limit_layers(headroom, activations, microbatches, stage, stages)
+            for stage in (0, max(stages - 2, 0), stages - 1)
+        )
+        ends = first + last
+        longest: float = -(-layers // stages)
+        for limited, most in ((1, minimum(first, last)), (2, ends)):
+            if stages > limited:
+                longest = maximum(longest, -floor((most - layers) / (stages - limited)))
+        fits = (first >= 1) & (middle >= 1) & (last >= 1) & (ends + (stages - 2) * middle >= layers)
+        return longest * fits
+
+    def _limit_layers(
+        self,
+        headroom: MemoryHeadroom,
+        activations: ActivationBytes,
+        microbatches: int,
+        stage: int,
+        stages: int,
+    ) -> float:
+        """Return how many layers a stage has the memory for; it may be negative."""
+        # floor((C_i - F_i ends_i - x) / (S + F_i A)), in bytes. C_0 and C_(P-1) lose the residuals of the embedding and
+        # the head, in as many microbatches as are in flight there; every stage loses x, the working memory of one part.
+        in_flight = count_in_flight(stage, stages, microbatches, self.request.pipeline_repeats)
+        left = headroom.middle
+        if stage == 0:
+            left = headroom.first - in_flight * activations.embedding
+        if stage == stages - 1:
+            left = (left if stages == 1 else headroom.last) - in_flight * activations.head
+        each = maximum(headroom.layer + in_flight * activations.layer, LEAST_BYTES)
+        return floor((left - activations.extra) / each * ROUNDING_SLACK)
 
     def find_min_memory(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> float:
         """Return the bytes that the fullest device needs under the split of the layers that minimizes them."""

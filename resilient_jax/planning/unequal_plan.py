@@ -82,9 +82,7 @@ def list_machines(plan: Plan) -> list[MachineClass]:
             weight_share=find_weight_share(is_remat=plan.microbatch.remat),
             repeats=plan.pipeline_repeats,
         )
-        found.append(
-            MachineClass(count=one.replicas, start_s=float(time.fill_s), task_s=float(time.microbatch_s))
-        )
+        found.append(time.as_machines(one.replicas))
     return found
 
 
