@@ -291,8 +291,7 @@ class Worker:
                 late = WorkerFailure(kind=WorkerFailureKind.LATE, text=text)
                 return False, None if is_of_others else late
             if isinstance(error, TooFewHosts) and order.generation.membership.max_members >= error.needed > 0:
-                # There have been enough: the leader waits until there are again.
-                needed = NeededHosts(
+                needed = NeededHosts(  # there have been enough: the leader waits until there are again
                     generation=order.generation.number,
                     count=error.needed,
                     num_hosts=len(order.generation.membership.members),
