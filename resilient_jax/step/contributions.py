@@ -54,6 +54,7 @@ class Contributions:
         parts: by number: those of the present generation's replicas, and earlier ones. No two have the same microbatch.
         replica_shape: the shape of the replicas that have computed them.
         rank: number of this host among those of its replica, where totals are in shards; see `AccumulationLayout`.
+        in_shards: whether they are.
         limits: int32[leaves in fixed point]; None while they are not known. Without them no part is a total.
         shard_sums: this host's shards of the sum over all hosts, from when they are added up until the commit; None:
             they are not, or the sum has no shards.
@@ -63,6 +64,7 @@ class Contributions:
     parts: dict[int, Contribution] = dataclasses.field(default_factory=dict)
     replica_shape: ReplicaShape = dataclasses.field(default_factory=ReplicaShape)
     rank: int | None = 0
+    in_shards: bool = False
     limits: np.ndarray | None = None
     shard_sums: list[Any] | None = None
     _waiting_numbers: Iterator[int] = dataclasses.field(
@@ -185,11 +187,12 @@ class Contributions:
         """Move these to the devices of `like`, whose tree is a prefix of theirs, for replicas of a shape.
 
         Totals in host memory, and those of replicas of another shape, get the shardings of the leaves of `like`. Those
-        in shards are dropped if this host is to have others.
+        in shards are dropped if this host is to have others, or, as the only one of its replica, whole ones.
         """
-        if in_shards and (replica_shape, rank) != (self.replica_shape, self.rank):
+        is_cut_alike = (replica_shape, rank) == (self.replica_shape, self.rank)
+        if in_shards != self.in_shards or (in_shards and not is_cut_alike):
             self.clear()
-        self.rank = rank
+        self.rank, self.in_shards = rank, in_shards
         for number, part in self.parts.items():
             is_here = not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(part.total))
             if not is_here or replica_shape != self.replica_shape:

@@ -342,7 +342,9 @@ class Reducer:
         """Return what this host has accumulated of this very accumulation, on its devices."""
         kept = self._kept.get(spec.name)
         if kept is None or kept.spec != spec:
-            kept = self._kept[spec.name] = Contributions(spec, replica_shape=replica_shape, rank=layout.rank)
+            kept = self._kept[spec.name] = Contributions(
+                spec, replica_shape=replica_shape, rank=layout.rank, in_shards=layout.has_shards
+            )
         kept.shard_sums = None  # of an earlier try at this step
         # Before claims are exchanged: the other hosts will not compute what this one claims to have.
         kept.drop_unusable()

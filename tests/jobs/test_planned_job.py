@@ -149,6 +149,25 @@ def test_when_a_host_dies_a_mesh_over_hosts_is_planned_anew_and_its_shards_come_
     assert EventKind.SNAPSHOT_RESTORED not in kinds
 
 
+def test_the_last_host_of_replicas_that_are_one_host_each_trains_on_with_whole_sums(tmp_path):
+    """What it had of the step were shards of sums; on a mesh of its own devices alone no array is in shards."""
+    words = ["--named", "--spans-hosts", "--rows", "12"]
+    run = functools.partial(launch, hosts=2, options=NOBODY_COMES_BACK)
+    with run(tmp_path / "undisturbed", *words) as job:
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        assert plans_of(job, "host-0") == ["replica 2 x tensor 2"]
+        expected = ending(job)
+    with run(tmp_path / "killed", *words) as job:
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-0", "host-1"], 5)
+        job.wait_held(["host-0", "host-1"], DEADLINE_S)
+        job.kill(JobComponent.AGENT, "host-1")
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        assert plans_of(job, "host-0") == ["replica 2 x tensor 2", "tensor 2"]
+        assert ending(job) == expected
+        assert EventKind.USER_ERROR not in {event.kind for event in job.read_events()}
+
+
 @pytest.mark.full  # its parts are in the test above, and in test_mesh
 def test_a_mesh_over_hosts_follows_each_loss_down_to_too_few_hosts_which_wait_for_others(tmp_path):
     topology = write_topology(tmp_path / "mesh.toml", TIGHT_MEMORY)

@@ -86,13 +86,13 @@ def test_totals_of_replicas_of_another_shape_are_resharded(eight_devices):
     assert kept.replica_shape == ReplicaShape(per_host=2)
 
 
-def test_shards_are_dropped_where_the_host_is_to_have_others():
+def test_shards_are_dropped_where_the_host_is_to_have_others_or_whole_sums():
     like = {"w": jnp.zeros(3)}
-    for rank, kept_parts in ((1, [0]), (0, [])):
-        kept = Contributions(SPEC, {0: make_part({0})}, ReplicaShape(hosts=2), rank=1)
-        kept.move_to_devices(like, ReplicaShape(hosts=2), rank, in_shards=True)
+    for rank, in_shards, kept_parts in ((1, True, [0]), (0, True, []), (1, False, [])):
+        kept = Contributions(SPEC, {0: make_part({0})}, ReplicaShape(hosts=2), rank=1, in_shards=True)
+        kept.move_to_devices(like, ReplicaShape(hosts=2), rank, in_shards=in_shards)
         assert list(kept.parts) == kept_parts
-        assert kept.rank == rank
+        assert (kept.rank, kept.in_shards) == (rank, in_shards)
 
 
 def test_parts_whose_claims_are_refused_are_dropped_and_the_others_count():
