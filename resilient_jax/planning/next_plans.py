@@ -9,7 +9,7 @@ from resilient_jax.planning.collectives import find_device_links
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_request import PlanConstraints
+from resilient_jax.planning.plan_request import PlanConstraints, PlanRequest
 from resilient_jax.planning.search import search_best
 from resilient_jax.planning.state_migration import StateMigration, plan_migration, plan_team_migration
 from resilient_jax.planning.unequal_plan import UnequalPlan
@@ -182,16 +182,23 @@ def price_kept_stages_s(plan: Plan, topology: Topology, lost: set[str]) -> float
 
 
 def _estimate_migration_s(before: Plan, migration: StateMigration) -> float:
+    return _estimate_transfer_s(before.request, migration.count_max_host_bytes())
+
+
+def estimate_reshard_s(plan: Plan) -> float:
+    """Return the seconds in which each host reads all of its shards from others: at most, for it may have some."""
+    held_bytes = plan.memory.parameters + plan.memory.optimizer
+    return _estimate_transfer_s(plan.request, held_bytes * plan.request.pool.devices_per_host)
+
+
+def _estimate_transfer_s(request: PlanRequest, host_bytes: float) -> float:
     # move = bytes / (bandwidth devices) + latency, in s: the bytes of the host that sends or receives the most, over
     # the outermost links of all its devices at once.
-    request = before.request
     links = find_device_links(
         request.topology, request.calibration.link_efficiency, request.calibration.latency_factor
     )
     bandwidth = links[-1].bytes_per_s * request.pool.devices_per_host
-    return migration.count_max_host_bytes() / bandwidth + (
-        links[-1].latency_s if migration.transfers else 0.0
-    )
+    return host_bytes / bandwidth + (links[-1].latency_s if host_bytes else 0.0)
 
 
 def _can_run(after: UnequalPlan, before: Plan) -> bool:

@@ -70,7 +70,7 @@ def _price_join(
         kept = first.speed * admission.plan.kept / admission.plan.best
         is_kept = action is RecoveryAction.KEEP_AXES
         first = Phase(
-            pause_s=join_s + (0.0 if is_kept else admission.plan.prepare_s),
+            pause_s=join_s if is_kept else max(join_s, admission.plan.move_s) + admission.plan.prepare_s,
             speed=kept if is_kept else first.speed,
         )
     phases = list_phases(first, ready, group_returns(admission.awaited), join_s=join_s, places=places)

@@ -135,7 +135,8 @@ def _find_axes_s(loss: Loss, prices: Prices) -> float:
     form_s = prices.seconds[TimedChange.SHRINK]
     if loss.plan is None or not loss.has_new_axes:
         return form_s
-    return max(form_s, prices.seconds[TimedChange.NEW_AXES]) + loss.plan.prepare_s
+    # What was measured in this job has the move of shards in it.
+    return max(form_s, prices.seconds[TimedChange.NEW_AXES], loss.plan.move_s) + loss.plan.prepare_s
 
 
 def _find_break_even_s(loss: Loss, prices: Prices) -> float:

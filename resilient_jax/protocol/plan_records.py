@@ -27,6 +27,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
         best_axes: the axes whose speed is `best`.
         prepare_s: how long all wait for the programs of the best axes, in seconds, as compilations took in this job; 0:
             the programs are ready.
+        move_s: how long hosts read shards that the best axes cut anew, in seconds, where replicas span hosts.
     """
 
     groups: tuple[int, ...]
@@ -34,6 +35,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     best: float
     best_axes: PlanAxes
     prepare_s: float = 0.0
+    move_s: float = 0.0
 
 
 class PlanOutlook(msgspec.Struct, frozen=True, kw_only=True):

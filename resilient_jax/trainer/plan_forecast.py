@@ -16,6 +16,8 @@ import msgspec
 from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
+from resilient_jax.planning.next_plans import estimate_reshard_s
+from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanChange, PlanConstants, PlanOutlook
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.trainer.arrangement import AnyPlan, PlanSearcher, estimate_step_s, list_plan_axes
@@ -151,13 +153,16 @@ class PlanForecast:
             best = self._searcher.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it forms
             return None
+        axes = list_plan_axes(best)
+        is_kept = not self._searcher.spans_hosts or axes == list_plan_axes(self._plan)
         # v = t_now / t_then: a step has the same examples.
         kept_s = estimate_step_s(self._searcher, hosts, self._plan)
         change = PlanChange(
             groups=groups,
             kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
             best=self._plan.step_time_s / best.step_time_s,
-            best_axes=list_plan_axes(best),
+            best_axes=axes,
+            move_s=0.0 if is_kept or isinstance(best, UnequalPlan) else estimate_reshard_s(best),
         )
         return change, best
 

@@ -237,6 +237,20 @@ def test_what_a_loss_makes_of_the_axes_is_reported_with_the_times_of_compilation
         assert 0 < loss.kept <= loss.best
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_all_wait_for_shards_that_are_cut_anew_where_replicas_span_hosts(is_ready):
+    topology = hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.9))
+    forecast, reported = make_forecast(topology, is_ready=is_ready, num_hosts=4)
+    forecast.estimate(lambda: None)
+    forecast.report(20.0)
+    axes, moved = reported[0].axes, 0
+    for loss in reported[0].losses:
+        assert loss.prepare_s == (0.0 if is_ready else 20.0)
+        assert (loss.move_s > 1e-4) is (loss.best_axes != axes)
+        moved += loss.best_axes != axes
+    assert moved
+
+
 @pytest.mark.parametrize(("place", "reports"), [(8, True), (9, False)])
 def test_one_host_more_reports_than_may_be_lost_at_once(place, reports):
     forecast, reported = make_forecast(hosts_with([2] * 10), place=place)

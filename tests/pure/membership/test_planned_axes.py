@@ -96,16 +96,24 @@ def play(
     returns_s=st.lists(st.sampled_from((1.0, 8.0, 20.0, 50.0)), max_size=2, unique=True).map(sorted),
     next_failure_s=st.floats(20.0, 2000.0),
     num_lost=st.sampled_from((1, 2)),
+    move_s=st.sampled_from((0.0, 0.1, 5.0, 60.0)),
 )
 def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
-    prepare_s, kept, form_s, place_s, returns_s, next_failure_s, num_lost
+    prepare_s, kept, form_s, place_s, returns_s, next_failure_s, num_lost, move_s
 ):
     returns_s = returns_s[:num_lost]
     best = (4 - num_lost) / 4
     kept = min(kept, best)
     seconds = {**PRIOR_S, TimedChange.SHRINK: form_s, TimedChange.NEW_AXES: place_s}
     # All four hosts trained before the loss, so parts of the present speed are parts of that of all.
-    plan = PlanChange(groups=(0,) * num_lost, kept=kept, best=best, best_axes=BEST_AXES, prepare_s=prepare_s)
+    plan = PlanChange(
+        groups=(0,) * num_lost,
+        kept=kept,
+        best=best,
+        best_axes=BEST_AXES,
+        prepare_s=prepare_s,
+        move_s=move_s,
+    )
     loss = Loss(
         places=4,
         ready=4 - num_lost,
@@ -117,7 +125,7 @@ def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
     choice = choose(loss, Prices(seconds=seconds, next_failure_s=next_failure_s))
     join_s = seconds[TimedChange.GROW]
     pauses_s = {
-        RecoveryAction.SHRINK: (max(form_s, place_s) + prepare_s, best),
+        RecoveryAction.SHRINK: (max(form_s, place_s, move_s) + prepare_s, best),
         RecoveryAction.KEEP_AXES: (form_s, kept),
     }
     trained = {
@@ -131,6 +139,17 @@ def test_the_choice_is_the_better_one_of_both_played_moment_by_moment(
     if abs(saved_s - margin_s) > 0.005 * next_failure_s:  # of the moments
         expected = RecoveryAction.KEEP_AXES if saved_s > margin_s else RecoveryAction.SHRINK
         assert choice.action is expected
+
+
+@pytest.mark.parametrize(
+    ("move_s", "action"), [(0.5, RecoveryAction.SHRINK), (60.0, RecoveryAction.KEEP_AXES)]
+)
+def test_axes_for_which_all_shards_are_cut_anew_are_not_taken_where_that_takes_long(move_s, action):
+    plan = PlanChange(groups=(0,), kept=0.5, best=0.75, best_axes=BEST_AXES, move_s=move_s)
+    # The lost host is expected back soon.
+    awaited = (ExpectedReturn(20.0),)
+    loss = Loss(places=4, ready=3, awaited=awaited, plan=plan, has_new_axes=True, num_lost=1)
+    assert choose(loss, Prices(seconds=PRIOR_S, next_failure_s=2000.0)).action is action
 
 
 def lose(
