@@ -569,9 +569,23 @@ MUTATIONS: Final = (
     Mutation(
         "sums",
         "step/contributions.py",
-        "if in_shards and (replica_shape, rank) != (self.replica_shape, self.rank):",
-        "if in_shards and replica_shape != self.replica_shape:",
+        "is_cut_alike = (replica_shape, rank) == (self.replica_shape, self.rank)",
+        "is_cut_alike = replica_shape == self.replica_shape",
         "shards of one part of an array are added to those of another",
+    ),
+    Mutation(
+        "sums",
+        "step/contributions.py",
+        "if in_shards != self.in_shards or (in_shards and not is_cut_alike):",
+        "if in_shards and not is_cut_alike:",
+        "shards of sums are taken for whole ones by a host that is left alone",
+    ),
+    Mutation(
+        "membership",
+        "policy/loss_options.py",
+        "prices.seconds[TimedChange.NEW_AXES], loss.plan.move_s)",
+        "prices.seconds[TimedChange.NEW_AXES])",
+        "axes are changed as if no shard moved for them",
     ),
     Mutation(
         "quotas",
