@@ -147,7 +147,6 @@ class PlanSearcher:
 
         Raises:
             CallerError: a host is not in the topology; no plan fits.
-            TooFewHosts: a plan would fit more hosts of the topology.
         """
         unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
         if unknown:
@@ -160,27 +159,26 @@ class PlanSearcher:
         key, cache = tuple(counts.items()), self._cache
         if key not in cache.plans:
             request = self._make_request(_restrict_topology(self._topology, counts), cache.calibration)
-            try:
-                cache.plans[key] = self._search(request)
-            except PlanError as error:
-                if self.spans_hosts:
-                    self._require_more(hosts, error)
-                raise
+            cache.plans[key] = self._search(request)
         return cache.plans[key]
 
-    def _require_more(self, hosts: tuple[HostName, ...], error: PlanError) -> None:
-        """Return if no plan would fit more hosts of the topology either.
+    def find_plan_or_wait(self, hosts: tuple[HostName, ...]) -> AnyPlan:
+        """Return what `find_plan` does for the hosts of a generation, which wait for more if these are too few.
 
         Raises:
-            TooFewHosts: with fewer hosts the job waits.
+            CallerError: as of `find_plan`.
+            TooFewHosts: no plan fits these, and one would fit more hosts of the topology.
         """
-        absent = [host for host in self.all_hosts if host not in hosts]
-        for number in range(1, len(absent) + 1):
-            counts = self._count_devices((*hosts, *absent[:number]))
-            request = self._make_request(_restrict_topology(self._topology, counts), self._cache.calibration)
-            with contextlib.suppress(PlanError):
-                self._search(request)
-                raise TooFewHosts(f"{error}. Or start {number} more of its hosts", len(counts)) from error
+        try:
+            return self.find_plan(hosts)
+        except PlanError as error:
+            absent = [host for host in self.all_hosts if host not in hosts] if self.spans_hosts else []
+            for number in range(1, len(absent) + 1):
+                with contextlib.suppress(PlanError):
+                    self.find_plan((*hosts, *absent[:number]))
+                    needed = len(hosts) + number
+                    raise TooFewHosts(f"{error}. Or start {number} more of its hosts", needed) from error
+            raise
 
     def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> AnyPlan | None:
         """Return the plan for these hosts whose replicas have such axes; None: none fits."""

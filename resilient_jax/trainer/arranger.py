@@ -86,7 +86,7 @@ class Arranger:
     def _arrange_plan(self, world: World, searcher: PlanSearcher, variables: Variables) -> Arrangement:
         searcher.calibrate(world.step_services.plan_constants)
         searcher.note_devices(world)
-        plan = searcher.find_plan(world.hosts)
+        plan = searcher.find_plan_or_wait(world.hosts)
         # A host that joins finds in its rehearsal which axes the others have now.
         axes = () if world.is_rehearsal else world.step_services.plan_axes
         if axes and list_plan_axes(plan) != axes:

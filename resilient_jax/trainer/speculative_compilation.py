@@ -1,5 +1,6 @@
 """Speculative compilation: the programs of likely next plans are compiled while training continues."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from resilient_jax.ids import HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.calibration_fit import StepMeasurement
+from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.step.assignment import AccumulationSpec
@@ -162,8 +164,9 @@ class SpeculativeCompiler:
         """
         axes = world.step_services.plan_axes
         if not axes:
-            present = self._planner.find_plan(tuple(host for host in world.hosts if host != world.host))
-            axes = list_plan_axes(present)
+            others = tuple(host for host in world.hosts if host != world.host)
+            with contextlib.suppress(PlanError):  # without this host the others have none
+                axes = list_plan_axes(self._planner.find_plan(others))
         kept = self._planner.find_plan_with_axes(world.hosts, axes) if axes else None
         if kept is None or best.plan is None:
             return

@@ -138,11 +138,11 @@ def test_a_job_whose_hosts_are_too_few_for_any_plan_waits_for_as_many_as_one_nee
     topology = hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.9))
     searcher = make_searcher(topology)
     with pytest.raises(TooFewHosts, match="Or start 1 more of its hosts") as few:
-        searcher.find_plan(searcher.all_hosts[-1:])
+        searcher.find_plan_or_wait(searcher.all_hosts[-1:])
     assert few.value.needed == 2
     nowhere = make_searcher(hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.1)))
     with pytest.raises(NoFeasiblePlan):
-        nowhere.find_plan(nowhere.all_hosts[:2])
+        nowhere.find_plan_or_wait(nowhere.all_hosts[:2])
 
 
 def test_the_arrangement_of_a_plan_of_whole_hosts_is_that_of_given_axes():
