@@ -93,11 +93,19 @@ def find_state_origin(
 def _list_parts(kept: list[HostStatus]) -> tuple[PartHolder, ...]:
     """Return the members with a part of the state; none if a part of it is on none of them.
 
-    Those that a failure met between two commits are a step behind: no host commits before all have what they need for
-    it. Should they be further apart, they are no parts of one state. Nor are they if each host has shards of its own:
-    those of hosts that have not committed cannot be brought up to the step.
+    A failure may have met some hosts before, and others after, their shards were cut anew: then they have units of two
+    kinds, and those that are complete count.
     """
-    holders = tuple(
+    by_cut: dict[object, list[PartHolder]] = {}
+    for holder in _list_holders(kept):
+        by_cut.setdefault(holder.part.cut, []).append(holder)
+    complete = filter(None, map(_choose_holders, by_cut.values()))
+    return max(complete, key=lambda holders: max(holder.step for holder in holders), default=())
+
+
+def _list_holders(kept: list[HostStatus]) -> tuple[PartHolder, ...]:
+    """Return the members that have a part of the state."""
+    return tuple(
         PartHolder(
             host=status.host,
             endpoint=worker.report.endpoint,
@@ -109,13 +117,22 @@ def _list_parts(kept: list[HostStatus]) -> tuple[PartHolder, ...]:
         and (part := worker.report.held.part) is not None
         and worker.report.held.step > 0
     )
-    steps, kinds = {holder.step for holder in holders}, {holder.part.kind for holder in holders}
-    if not holders or len(kinds) > 1 or max(steps) - min(steps) > (UnitKind.HOSTS not in kinds):
+
+
+def _choose_holders(holders: list[PartHolder]) -> tuple[PartHolder, ...]:
+    """Return the holders of all units of one kind; none if a unit is on none of them.
+
+    Those that a failure met between two commits are a step behind: no host commits before all have what they need for
+    it. Should they be further apart, they are no parts of one state. Nor are they if each host has shards of its own:
+    those of hosts that have not committed cannot be brought up to the step.
+    """
+    steps, kind = {holder.step for holder in holders}, holders[0].part.kind
+    if max(steps) - min(steps) > (kind is not UnitKind.HOSTS):
         return ()
     newest = tuple(holder for holder in holders if holder.step == max(steps))
-    if UnitKind.BLOCKS not in kinds and are_parts_complete(holder.part for holder in newest):
+    if kind is not UnitKind.BLOCKS and are_parts_complete(holder.part for holder in newest):
         return newest  # the others read what they lack of the newest step
-    return holders if are_parts_complete(holder.part for holder in holders) else ()
+    return tuple(holders) if are_parts_complete(holder.part for holder in holders) else ()
 
 
 def _reform(

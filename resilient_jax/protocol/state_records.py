@@ -140,9 +140,10 @@ class StatePart(msgspec.Struct, frozen=True):
                 runs.append((unit, unit + 1))
         return cls(tuple(runs), num_units, kind=kind, axes=tuple(axes))
 
-    def has_units_of(self, other: "StatePart") -> bool:
-        """Return whether the units of two parts are the same ones, so that their numbers can be compared."""
-        return (self.kind, self.num_units, self.axes) == (other.kind, other.num_units, other.axes)
+    @property
+    def cut(self) -> tuple[object, ...]:
+        """How the state is cut into units: with another cut a unit of the same number is another one."""
+        return self.kind, self.num_units, self.axes
 
 
 class PartHolder(StateSource, frozen=True, kw_only=True):

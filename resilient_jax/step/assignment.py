@@ -273,7 +273,7 @@ def locate_replicas(
         seats: where the live hosts are in the world, ascending; after a change in place there are gaps.
         shape: what each replica spans.
         device_counts: number of devices of each live host, in the same order.
-        held: the shards that they have; None, or of replicas of another shape: these do not matter.
+        held: the shards that they have; None, or of replicas of another number of hosts: these do not matter.
 
     Raises:
         CallerError: not enough hosts, or devices, for a single replica.

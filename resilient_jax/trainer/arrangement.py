@@ -60,6 +60,7 @@ class Arrangement:
     """How the steps of one generation are computed.
 
     Attributes:
+        replica_shape: hosts and axes of each replica.
         placement: placement of parameters and sums on this host's devices; of `spans_hosts` on those of all replicas.
         plan: plan that the arrangement follows; None: without a planner.
         spans_hosts: whether a replica is whole hosts, one or several, that share one copy of the state in shards.
@@ -174,10 +175,17 @@ class PlanSearcher:
         except PlanError as error:
             absent = [host for host in self.all_hosts if host not in hosts] if self.spans_hosts else []
             for number in range(1, len(absent) + 1):
+                # As the topology has them: what other hosts had lost, not every host has seen.
+                counts = self._count_devices(hosts) | {
+                    host: self._topology.host(host).devices for host in absent[:number]
+                }
+                request = self._make_request(
+                    _restrict_topology(self._topology, counts), self._cache.calibration
+                )
                 with contextlib.suppress(PlanError):
-                    self.find_plan((*hosts, *absent[:number]))
+                    self._search(request)
                     needed = len(hosts) + number
-                    raise TooFewHosts(f"{error}. Or start {number} more of its hosts", needed) from error
+                    raise TooFewHosts(f"{error}. Or start {number} more hosts of it", needed) from error
             raise
 
     def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> AnyPlan | None:

@@ -154,7 +154,7 @@ class PlanForecast:
         except CallerError:  # such a world is refused, with the reason, when it forms
             return None
         axes = list_plan_axes(best)
-        is_kept = not self._searcher.spans_hosts or axes == list_plan_axes(self._plan)
+        needs_no_move = not self._searcher.spans_hosts or axes == list_plan_axes(self._plan)
         # v = t_now / t_then: a step has the same examples.
         kept_s = estimate_step_s(self._searcher, hosts, self._plan)
         change = PlanChange(
@@ -162,7 +162,7 @@ class PlanForecast:
             kept=self._plan.step_time_s / kept_s if kept_s else 0.0,
             best=self._plan.step_time_s / best.step_time_s,
             best_axes=axes,
-            move_s=0.0 if is_kept or isinstance(best, UnequalPlan) else estimate_reshard_s(best),
+            move_s=0.0 if needs_no_move or isinstance(best, UnequalPlan) else estimate_reshard_s(best),
         )
         return change, best
 

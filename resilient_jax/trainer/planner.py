@@ -20,8 +20,8 @@ TESTED_PLATFORM: Final = "cpu"
 class Planner:
     """Searches the fastest plan for the live hosts in every generation of a `Trainer`.
 
-    Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact, unless
-    `spans_hosts`. Inside a host,
+    Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact; with
+    `spans_hosts` they are whole hosts. Inside a host,
     devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Hosts may have different
     numbers of devices, and fewer than in the topology: then a host has as many replicas as its devices allow, all with
     the same axes, or each number of devices has axes of its own where `axes_by_host` allows it and that is faster.

@@ -48,11 +48,13 @@ class LikelyReplicas(NamedTuple):
 
 
 def find_likely_replicas(live: LiveHosts, shape: ReplicaShape) -> LikelyReplicas | None:
-    """Return the replicas of hosts, each of whole hosts; None: the hosts are too few for one."""
+    """Return the replicas of hosts, each of whole hosts; None: too few for one, or too few devices on this host."""
     by_host, own = list(live.devices_by_host), live.host_index
     try:
         locations = locate_replicas(range(len(by_host)), shape, [len(devices) for devices in by_host])
     except CallerError:
+        return None
+    if len(by_host[own]) < locations[0].devices:
         return None
     if all(own not in location.host_indexes for location in locations):
         # Left over among these, it is in a replica of others that are as many.

@@ -308,6 +308,11 @@ def _check_planner(
             "optax.multi_transform with optax.set_to_zero"
         )
     pipeline = parallelism.pipeline
+    if planner is not None and planner.spans_hosts and (pipeline is not None or planner.axes_by_host):
+        raise CallerError(
+            "planner: found spans_hosts=True with a pipeline or axes_by_host=True, expected it alone: a pipeline says "
+            "which hosts make a replica, and hosts of one replica have the same axes. Leave one out"
+        )
     if planner is not None and pipeline is not None and (pipeline.axis_sizes or pipeline.logical_axis_rules):
         raise CallerError(
             "planner: found rj.Pipeline(axis_sizes=) or rj.Pipeline(logical_axis_rules=) with it, expected neither: "
@@ -317,9 +322,9 @@ def _check_planner(
     if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):
         raise CallerError(
             f"planner: found Parallelism(replica_shape={parallelism.replica_shape}, state={parallelism.state!r}), "
-            "expected neither to be given: the plan sets how many replicas a host has, and each host keeps the "
-            "complete state, sharded over its devices. For a state that is sharded over hosts leave planner out, or "
-            "use compile_plan in a loop of your own"
+            "expected neither to be given: the plan sets how many replicas a host has, or a replica hosts, and each "
+            "replica keeps one copy of the state, sharded over its devices. For a state that is sharded over all hosts "
+            "leave planner out"
         )
 
 

@@ -28,7 +28,7 @@ def foresee_ranks(
 
     Args:
         generation: the present one, whose record says how its members came by their shards.
-        num_devices: devices that each host is taken to have.
+        num_devices: devices that each member is taken to have, whatever this host has.
     """
     members = generation.membership.members
     if shape.hosts == 1 or len(members) < shape.hosts:

@@ -32,6 +32,7 @@ from resilient_jax.jax_runtime.failures import RehearsalFailed, is_collective_fa
 from resilient_jax.policy.failure_forecast import estimate_rate
 from resilient_jax.protocol.state_records import StatePart
 from resilient_jax.protocol.worker_messages import StepCommitted, TakeSeat
+from resilient_jax.step.assignment import count_devices_by_host
 from resilient_jax.step.reducer import Reducer
 from resilient_jax.worker.committed_state import CommittedState, KeptArrays
 from resilient_jax.worker.expected_members import foresee_ranks, list_others
@@ -156,7 +157,9 @@ def _rehearse(
         session,
         max_microbatches=REHEARSED_MICROBATCHES,
     )
-    reducer.held_ranks = functools.partial(foresee_ranks, generation, others, len(jax.local_devices()))
+    reducer.held_ranks = functools.partial(
+        foresee_ranks, generation, others, max(count_devices_by_host(jax.devices()))
+    )
     try:
         with collective_thread.rehearse(), _watch(control, interrupt):
             train_fn(World(info, session, control, reducer, mail=mail))

@@ -105,12 +105,17 @@ class ShardRestore:
             self._peers.offers.offer(own)
         if has_all:
             assert present is not None
-            return restore_state(abstract, present, sharding)
+            state = restore_state(abstract, present, sharding)
+            if lacked:
+                exchange.gather(())
+            return state
         if held is not None:
             committed.shards = dataclasses.replace(held, state=None, offer=own)
         del held, present
         with contextlib.closing(self._open_reader(lacking, own)) as reader:
             step, state = restore_snapshot(abstract, reader, sharding, failpoint=failpoint)
+        # Until all have read theirs each keeps what it had: should one be lost now, these shards are what is left.
+        exchange.gather(())
         placed = flatten_state(step, state)
         self._peers.record_event(
             EventKind.STATE_FETCHED,
@@ -131,7 +136,7 @@ class ShardRestore:
         )
         part = find_part(leaf.sharding for leaf in matched.leaves if leaf.sharding is not None)
         before = self._holders[0].part
-        if part is None or not part.has_units_of(before):
+        if part is None or part.cut != before.cut:
             return tuple(range(before.num_units))
         if not part.runs:
             return (0,)  # a host that is left over learns from its holders what is no array

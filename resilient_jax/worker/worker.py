@@ -295,7 +295,7 @@ class Worker:
                     generation=order.generation.number,
                     count=error.needed,
                     num_hosts=len(order.generation.membership.members),
-                    step=self._committed.step,
+                    step=max(self._committed.step, order.generation.record.progress),
                 )
                 self._agent.report_found(worker_protocol.report_needed_hosts, needed)
                 return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)

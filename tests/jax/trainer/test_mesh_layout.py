@@ -1,6 +1,7 @@
 """A trainer over axes, on the eight devices of one host: the mesh of a replica has all of them."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import resilient_jax as rj
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.step import reduction
+from resilient_jax.trainer.step_programs import find_likely_replicas
 from tests.support.eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 from tests.support.scripts.experts import Experts, compute_experts_loss
 
@@ -293,3 +295,17 @@ def test_axes_that_do_not_fit_the_devices_or_the_model_are_refused() -> None:
         fit(rj.Parallelism(axes={"fsdp": 3}))
     with pytest.raises(CallerError, match=r"found no array in the state that expert 8 shards"):
         fit(rj.Parallelism(axes={"expert": 8}))
+
+
+def test_a_host_that_has_lost_devices_compiles_nothing_for_replicas_of_whole_hosts() -> None:
+    devices = jax.devices()
+    by_host = tuple(map(tuple, (devices[:2], devices[2:4], devices[4:5])))
+    shape = rj.ReplicaShape(hosts=2, axes=(("fsdp", 4),))
+    for host, has_one in ((0, True), (1, True), (2, False)):
+        live: Any = SimpleNamespace(devices_by_host=by_host, host_index=host)
+        found = find_likely_replicas(live, shape)
+        assert (found is not None) is has_one
+        assert found is None or found.mesh.devices.size == 4
+    spare: Any = SimpleNamespace(devices_by_host=(*by_host[:2], tuple(devices[5:7])), host_index=2)
+    found = find_likely_replicas(spare, shape)
+    assert found is not None, "left over among these, it is in a replica of others"

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import resilient_jax as rj
-from resilient_jax.errors import TooFewHosts
+from resilient_jax.errors import CallerError, TooFewHosts
 from resilient_jax.ids import HostName
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan import Plan
@@ -137,7 +137,7 @@ def test_replicas_span_hosts_where_none_inside_of_a_host_fits_or_where_asked():
 def test_a_job_whose_hosts_are_too_few_for_any_plan_waits_for_as_many_as_one_needs():
     topology = hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.9))
     searcher = make_searcher(topology)
-    with pytest.raises(TooFewHosts, match="Or start 1 more of its hosts") as few:
+    with pytest.raises(TooFewHosts, match="Or start 1 more hosts of it") as few:
         searcher.find_plan_or_wait(searcher.all_hosts[-1:])
     assert few.value.needed == 2
     nowhere = make_searcher(hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.1)))
@@ -164,6 +164,25 @@ def test_the_arrangement_of_a_plan_of_whole_hosts_is_that_of_given_axes():
         assert isinstance(kept, Plan)
         assert (kept.replicas, kept.layout.axes) == (replicas, plan.layout.axes)
     assert searcher.find_plan_with_axes(searcher.all_hosts[:1], axes) is None
+
+
+@pytest.mark.parametrize(
+    ("by_host", "parallelism"),
+    [(True, rj.Parallelism()), (None, rj.Parallelism(pipeline=rj.Pipeline(num_stages=2)))],
+)
+def test_replicas_over_hosts_have_no_pipeline_and_no_axes_of_a_host(by_host, parallelism):
+    planner = rj.Planner(topology=hosts_with([2] * 4), spans_hosts=True, axes_by_host=by_host)
+    with pytest.raises(CallerError, match="spans_hosts=True with a pipeline or axes_by_host=True"):
+        rj.Trainer(
+            model=lambda key: {"w": jnp.zeros((8, 8))},
+            optimizer=optax.adam(0.1),
+            loss_fn=lambda params, batch: jnp.mean(batch @ params["w"]),
+            data=lambda step, index: np.zeros((4, 8), np.float32),
+            batch_size=8,
+            microbatch_size=4,
+            planner=planner,
+            parallelism=parallelism,
+        )
 
 
 SLOW = (("matrix_efficiency", 0.01),)

@@ -522,12 +522,12 @@ def _read_snapshot(text: str) -> SnapshotId | None:
 
 
 def _read_part(text: str) -> StatePart | None:
-    """Return a part such as `rank1`, `front`, `back,order=abcd@1`, or `whole,estimate=100`."""
+    """Return a part such as `rank1`, `rank0,tensor`, `front`, `back,order=abcd@1`, or `whole,estimate=100`."""
     if text == "none":
         return None
     units, *more = text.split(",")
     if units in RANKS:
-        return StatePart.from_units(RANKS[units], 2, UnitKind.RANKS)
+        return StatePart.from_units(RANKS[units], 2, UnitKind.RANKS, [(axis, 4) for axis in more])
     if units in SHARED_OUT:
         return StatePart.from_units(SHARED_OUT[units], 4, UnitKind.HOSTS)
     part = StatePart.from_units(PARTS[units], UNITS)
