@@ -225,9 +225,16 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/world_formation.py",
-        "or len(kinds) > 1 or max(steps) - min(steps) > (UnitKind.HOSTS not in kinds)",
-        "or len(kinds) > 1",
+        "if max(steps) - min(steps) > (kind is not UnitKind.HOSTS):",
+        "if not steps:",
         "parts of different states are taken for one",
+    ),
+    Mutation(
+        "membership",
+        "membership/world_formation.py",
+        "by_cut.setdefault(holder.part.cut, [])",
+        "by_cut.setdefault((), [])",
+        "shards that are cut in other ways are taken for those of one cut",
     ),
     Mutation(
         "membership",
