@@ -149,9 +149,8 @@ def decide(
             break
         needed = find_needed_hosts(state)
         if transition.phase is GenerationPhase.FORM and len(transition.membership.members) < needed.count:
-            needed = NeededHosts(
-                generation=transition.number
-            )  # it is tried: what members said before is void
+            # It is tried: what members said before is void.
+            needed = NeededHosts(generation=transition.number)
         transition = change_fields(transition, keeps_workers=not config.replaces_workers, needed_hosts=needed)
         taken_out = find_corrupt_hosts(state) if transition.state.trusted_step is not None else frozenset()
         failures, known = transition.failures, state.generation.failures

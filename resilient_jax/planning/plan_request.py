@@ -145,8 +145,10 @@ def constrain_to_hosts(
             f"axis pipeline: found {given[Axis.PIPELINE]}, expected none: replicas have other axes. "
             "Parallelism(pipeline=) makes pipelines of hosts"
         )
+    # Whole hosts are divided by the axes of a trainer's replica alone.
+    none = {Axis.SEQUENCE: 1} if host_use is HostUse.SPANNING else {}
     return PlanConstraints(
-        {**given, Axis.PIPELINE: 1},
+        {**given, **none, Axis.PIPELINE: 1},
         microbatch_size=microbatch_size,
         shared_examples=shared_examples,
         host_use=host_use,

@@ -115,14 +115,13 @@ class PlanSearcher:
         """Whether replicas are whole hosts, during the whole job; the same on all hosts."""
         if self._planner.spans_hosts is not None:
             return self._planner.spans_hosts
+        if len({host.devices for host in self._topology.hosts}) > 1:
+            return False  # hosts that differ have teams with other axes, or an error that says why not
         request = self._make_request(self._topology, self._planner.calibration)
         inside, spanning = (
-            _has_plan(request, self._constrain(self._planner.axis_sizes, use))
-            for use in (HostUse.INSIDE, HostUse.SPANNING)
+            self._constrain(self._planner.axis_sizes, use) for use in (HostUse.INSIDE, HostUse.SPANNING)
         )
-        # Hosts that differ have teams with other axes, or an error that says why not.
-        is_equal = len({host.devices for host in self._topology.hosts}) == 1
-        return is_equal and spanning and not inside
+        return not _has_plan(request, inside) and _has_plan(request, spanning)
 
     @functools.cached_property
     def allows_axes_by_host(self) -> bool:
@@ -185,7 +184,7 @@ class PlanSearcher:
                 with contextlib.suppress(PlanError):
                     self._search(request)
                     needed = len(hosts) + number
-                    raise TooFewHosts(f"{error}. Or start {number} more hosts of it", needed) from error
+                    raise TooFewHosts(f"{error}. {needed} hosts of it suffice", needed) from error
             raise
 
     def find_plan_with_axes(self, hosts: tuple[HostName, ...], axes: PlanAxes) -> AnyPlan | None:

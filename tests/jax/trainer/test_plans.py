@@ -137,7 +137,7 @@ def test_replicas_span_hosts_where_none_inside_of_a_host_fits_or_where_asked():
 def test_a_job_whose_hosts_are_too_few_for_any_plan_waits_for_as_many_as_one_needs():
     topology = hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.9))
     searcher = make_searcher(topology)
-    with pytest.raises(TooFewHosts, match="Or start 1 more hosts of it") as few:
+    with pytest.raises(TooFewHosts, match="2 hosts of it suffice") as few:
         searcher.find_plan_or_wait(searcher.all_hosts[-1:])
     assert few.value.needed == 2
     nowhere = make_searcher(hosts_with([2] * 4, memory_bytes=tight_bytes(PROFILE, 0.1)))

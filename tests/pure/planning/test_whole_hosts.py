@@ -42,7 +42,7 @@ def test_the_best_plan_of_whole_hosts_is_that_of_all_choices(hosts, devices):
     for width, fsdp in itertools.product(range(1, hosts + 1), (1, 2, 3, 4, 6, 12)):
         if (width * devices) % fsdp:
             continue
-        given = {Axis.REPLICA: hosts // width, Axis.FSDP: fsdp, Axis.PIPELINE: 1}
+        given = {Axis.REPLICA: hosts // width, Axis.FSDP: fsdp, Axis.PIPELINE: 1, Axis.SEQUENCE: 1}
         try:
             plans = search_plans(
                 PROFILE,
@@ -68,6 +68,7 @@ def test_each_plan_has_as_many_replicas_of_whole_hosts_as_there_can_be(hosts):
     for plan in search(make_cluster(hosts), top=100):
         replica_hosts, rest = divmod(plan.layout.axes.devices, 2)
         assert not rest
+        assert plan.layout.axes.sequence == 1, "no trainer has that axis"
         assert plan.replicas == hosts // replica_hosts
         assert sum(plan.quotas) == MICROBATCHES
 
@@ -86,12 +87,12 @@ def test_hosts_that_have_lost_a_device_are_left_out():
 
 
 def test_given_axes_say_how_many_hosts_a_replica_has():
-    plan = search(make_cluster(4), fsdp=4, tensor=1, sequence=1)[0]
+    plan = search(make_cluster(4), fsdp=4, tensor=1)[0]
     assert (plan.replicas, plan.layout.axes) == (2, ReplicaAxes(fsdp=4))
     with pytest.raises(
         PlanError, match="Expected given sizes that multiply to the devices of one host or several"
     ):
-        search(make_cluster(4), fsdp=3, tensor=1, sequence=1)
+        search(make_cluster(4), fsdp=3, tensor=1)
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
