@@ -35,8 +35,8 @@ from resilient_jax.jax_runtime.gloo import (
     GlooConnection,
     GlooSockets,
     list_connections,
-    list_descriptors,
     list_open_connections,
+    list_sockets,
 )
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
@@ -74,8 +74,8 @@ class CliqueConnections:
         self._program: _Program | None = None
         self._given_up: Seats = frozenset()
         """The processes of the replica whose program was aborted, until this process has left it."""
-        self._descriptors: frozenset[str] = frozenset()
-        """The open descriptors when a program's begin or end last looked for connections in this generation."""
+        self._sockets: frozenset[int] = frozenset()
+        """The sockets when a program's begin or end last looked for connections in this generation."""
 
     def form_local_clique(self, gloo: GlooSockets) -> None:
         """Form the clique of the local devices: right after `connect`, before any other. Costs one tiny program."""
@@ -92,7 +92,7 @@ class CliqueConnections:
         Cliques with a process that is no member any more are closed: a seat is not taken twice.
         """
         with self._lock:
-            self._members, self._descriptors = frozenset(members), frozenset()
+            self._members, self._sockets = frozenset(members), frozenset()
             gone = [known for known in self._by_members if not known <= self._members]
             shut_connections(
                 frozenset().union(*(self._by_members.pop(known) for known in gone)) - self._local
@@ -155,9 +155,9 @@ class CliqueConnections:
                 )
             if seats == self._members:
                 return
-            # To look costs several system calls for each socket: only if there may be others than before.
-            if (descriptors := list_descriptors()) != self._descriptors:
-                self._found, self._descriptors = list_connections(gloo), descriptors
+            # To look costs several system calls for each socket: only if there are others than before.
+            if (sockets := list_sockets()) != self._sockets:
+                self._found, self._sockets = list_connections(gloo), sockets
             self._program = _Program(seats, self._found)
 
     def end_program(self, gloo: GlooSockets, *, is_intact: bool) -> None:
@@ -170,8 +170,8 @@ class CliqueConnections:
             program, self._program = self._program, None
             if program is None:
                 return
-            if (descriptors := list_descriptors()) != self._descriptors:
-                self._found, self._descriptors = list_connections(gloo), descriptors
+            if (sockets := list_sockets()) != self._sockets:
+                self._found, self._sockets = list_connections(gloo), sockets
                 known = self._by_members.get(program.seats, NO_CONNECTIONS)
                 # Not those that `clique_interruption` has made and closed meanwhile.
                 self._by_members[program.seats] = known | (list_open_connections(gloo) - program.before)

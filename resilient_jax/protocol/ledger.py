@@ -15,9 +15,10 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     Attributes:
         step: index of the step that is done.
         num_hosts: hosts that commit the step in this generation.
+        replica: JAX's processes whose hosts have the state between them; empty: all hosts of the generation.
         state_sha256: SHA-256 of the complete state after the step; empty where the host has only a part of it.
         additive_digest: digest of this host's part of the state, in 32 hexadecimal digits: those of all hosts add up,
-            modulo 2^128, to the same number however the state is sharded.
+            modulo 2^128, to the same number however the state is sharded; of a replica of several hosts, its hosts'.
         owners: hosts that computed each microbatch, by the name of the reduction.
     """
 
@@ -26,6 +27,7 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     generation: int
     step: int
     num_hosts: int
+    replica: tuple[int, ...]
     monotonic_s: float
     state_sha256: str
     additive_digest: str
@@ -44,6 +46,7 @@ class RestoreEntry(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
     generation: int
     num_steps: int
     num_hosts: int
+    replica: tuple[int, ...]
     monotonic_s: float
     state_sha256: str
     additive_digest: str

@@ -61,7 +61,11 @@ class Ledger:
         *,
         is_first: bool,
     ) -> None:
-        """Record a commit. The first host, `is_first`, also digests the leaves that every host has for itself."""
+        """Record a commit. The first host, `is_first`, also digests the leaves that every host has for itself.
+
+        Where the state is that of a replica of several hosts, the replica's first host does.
+        """
+        replica = find_replica(state)
         self._write(
             StepEntry(
                 host=self._host,
@@ -69,15 +73,17 @@ class Ledger:
                 generation=generation,
                 step=state.step - 1,
                 num_hosts=hosts,
+                replica=replica,
                 monotonic_s=time.monotonic(),
                 state_sha256=compute_sha256(state),
-                additive_digest=compute_additive_digest(state, is_first=is_first),
+                additive_digest=compute_additive_digest(state, is_first=_is_first_of(replica, is_first)),
                 owners={name: tuple(hosts_of) for name, hosts_of in owners.items()},
             )
         )
 
     def record_restore(self, state: FlatState, generation: int, hosts: int, *, is_first: bool) -> None:
         """Record the state that this host resumes from."""
+        replica = find_replica(state)
         self._write(
             RestoreEntry(
                 host=self._host,
@@ -85,9 +91,10 @@ class Ledger:
                 generation=generation,
                 num_steps=state.step,
                 num_hosts=hosts,
+                replica=replica,
                 monotonic_s=time.monotonic(),
                 state_sha256=compute_sha256(state),
-                additive_digest=compute_additive_digest(state, is_first=is_first),
+                additive_digest=compute_additive_digest(state, is_first=_is_first_of(replica, is_first)),
             )
         )
 
@@ -99,6 +106,23 @@ class Ledger:
 
     def _write(self, line: LedgerEntry) -> None:
         os.write(self._descriptor, ENTRY_ENCODER.encode(line) + b"\n")
+
+
+def find_replica(state: FlatState) -> tuple[int, ...]:
+    """Return JAX's processes whose hosts have a state between them; empty if each has all, or as holders have it."""
+    found: set[int] = set()
+    for leaf in state.leaves:
+        value = leaf.value
+        if not isinstance(value, jax.Array) or value.is_fully_addressable:
+            continue
+        if find_holders_of(value.sharding) is None:
+            found |= {device.process_index for device in value.sharding.device_set}
+    # A host that no replica has, has nothing of it.
+    return tuple(sorted(found)) if jax.process_index() in found and not state.is_complete else ()
+
+
+def _is_first_of(replica: tuple[int, ...], is_first: bool) -> bool:
+    return replica[0] == jax.process_index() if replica else is_first
 
 
 def compute_sha256(state: FlatState) -> str:

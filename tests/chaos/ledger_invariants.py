@@ -56,7 +56,9 @@ def combine_sums(sums: Iterable[str]) -> str:
 
 def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple[int, StateDigest, str]]:
     """Yield step, digest of the complete state after the step, and source, without incomplete sets of parts."""
-    parts: dict[tuple[int, int], list[StepEntry | RestoreEntry]] = collections.defaultdict(list)
+    parts: dict[tuple[int, int, tuple[int, ...]], list[StepEntry | RestoreEntry]] = collections.defaultdict(
+        list
+    )
     for line in lines:
         # The state after n steps is the one that step n - 1 committed.
         step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
@@ -67,20 +69,21 @@ def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple
                 f"{line.host} in generation {line.generation}",
             )
         else:
-            parts[line.generation, step].append(line)
-    for (generation, step), found in parts.items():
+            parts[line.generation, step, line.replica].append(line)
+    for (generation, step, replica), found in parts.items():
         by_host = {line.host: line for line in found}
-        if len(by_host) == found[0].num_hosts:
+        if len(by_host) == (len(replica) or found[0].num_hosts):
             total = combine_sums(line.additive_digest for line in by_host.values())
-            yield step, StateDigest("", total), f"all {len(by_host)} hosts of generation {generation}"
+            yield step, StateDigest("", total), f"{', '.join(sorted(by_host))} in generation {generation}"
 
 
 def read_reference(lines: Iterable[LedgerEntry]) -> dict[int, ReferenceStep]:
     """Return the steps of a run without faults, by their index."""
-    committed = {line.step: line for line in lines if isinstance(line, StepEntry)}
+    committed = [line for line in lines if isinstance(line, StepEntry)]
+    microbatches = {line.step: _microbatches_of(line) for line in committed}
     return {
-        step: ReferenceStep(digest=digest, microbatches=_microbatches_of(committed[step]))
-        for step, digest, _ in iterate_digests(committed.values())
+        step: ReferenceStep(digest=digest, microbatches=microbatches[step])
+        for step, digest, _ in iterate_digests(committed)
     }
 
 
@@ -104,14 +107,14 @@ def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Referenc
 
 
 def check_completeness(
-    lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, ReferenceStep]
+    lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, ReferenceStep] | None
 ) -> list[Violation]:
     """Return the violations of a job that has ended: missing steps, extra steps, and steps that were never compared.
 
     Args:
         lines: the entries of all workers.
         steps: the number of steps to train; None: the job failed, in the step after the newest or in the newest.
-        reference: the run without faults.
+        reference: the run without faults; None: there is none.
     """
     committed = [line for line in lines if isinstance(line, StepEntry)]
     restored = [line for line in lines if isinstance(line, RestoreEntry)]
@@ -130,7 +133,7 @@ def check_completeness(
         found.append(
             Violation(invariant=Invariant.STEPS, description=f"steps {extra[:MAX_SHOWN]} are beyond the last")
         )
-    if unknown := sorted(done - reference.keys()):
+    if reference is not None and (unknown := sorted(done - reference.keys())):
         text = f"steps {unknown[:MAX_SHOWN]} have no counterpart in the run without faults"
         found.append(Violation(invariant=Invariant.BITS, description=text))
     in_flight = {max(done)} if done and steps is None else set()

@@ -137,6 +137,8 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             etcd 3.4 or later in PATH. A campaign with `--store` has neither.
         network: "namespaces": each host, and each member of the store, has a network namespace, with a link to a
             bridge. Needs root.
+        reference_hosts: hosts of the run without faults; 1: no agents, the script alone; 0: none, as bits depend on the
+            hosts. A replica that spans hosts has the bits of a job of so many.
         disk_mib: the size of a separate disk for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
         forks_workers: workers are forked from one process, as `launch` does; false: each host has a process that its
@@ -148,6 +150,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4
     devices_per_host: Annotated[int, Meta(ge=1, le=64)] = 1
     steps: Count = 0
+    reference_hosts: Annotated[int, Meta(ge=0, le=64)] = 1
     store: Literal["embedded", "etcd"] = "embedded"
     network: Literal["loopback", "namespaces"] = "loopback"
     disk_mib: Count = 0

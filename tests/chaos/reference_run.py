@@ -1,4 +1,4 @@
-"""The reference run: the same script on one host without faults, which gives the expected result."""
+"""The reference run: the same script without faults, on one host or a replica's, which gives the expected result."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
 from tests.chaos.ledger_invariants import ReferenceStep, read_reference
 from tests.chaos.ledgers import tail_ledger
-from tests.chaos.manifest import expand_command
+from tests.chaos.manifest import ChaosJob, expand_command
 
 STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 """Environment variable with the path of the file in which a script without a fixed length reads when to stop."""
@@ -25,20 +25,23 @@ class ReferenceRun:
         steps: the steps so far, by their index.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], directory: Path, environment: Mapping[str, str], job: ChaosJob
+    ) -> None:
         """Set up the run; `environment` is the script's, without the variables of stop file and ledger."""
         self._command = command
+        self._job = job
         self._directory = directory
         self._environment = environment
         self.steps: Mapping[int, ReferenceStep] = self._read()
 
     def extend_to(self, steps: int) -> Mapping[int, ReferenceStep]:
-        """Return the first `steps` steps at least, or all if the script ends before.
+        """Return the first `steps` steps at least, or all if the script ends before; none without such a run.
 
         Raises:
             CallerError: the script fails even without faults.
         """
-        if len(self.steps) < steps:
+        if len(self.steps) < steps and self._job.reference_hosts:
             self._run(steps)
             self.steps = self._read()
         return self.steps
@@ -60,7 +63,7 @@ class ReferenceRun:
         }
         try:
             done = subprocess.run(
-                bind_to_this_process([sys.executable, *command]),
+                bind_to_this_process([sys.executable, *self._make_launch(), *command]),
                 capture_output=True,
                 text=True,
                 check=False,
@@ -80,3 +83,11 @@ class ReferenceRun:
                 f"campaign compares with it. Make `python {' '.join(command)}` work first:\n"
                 f"{done.stderr[-2000:]}"
             )
+
+    def _make_launch(self) -> list[str]:
+        """Return the arguments before the script: none for a run of one process."""
+        if self._job.reference_hosts == 1:
+            return []
+        launch = ["-m", "resilient_jax.cli.main", "launch", "--hosts", str(self._job.reference_hosts)]
+        launch += ["--devices-per-host", str(self._job.devices_per_host)]
+        return [*launch, "--run-dir", str(self._directory / "run"), "--"]

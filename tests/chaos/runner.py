@@ -70,7 +70,7 @@ def run_campaign(
     environment = make_environment(devices, setup.compile_cache, os.environ)
     if has_device_count(os.environ):
         log(f"{DEVICE_COUNT_FLAG} in XLA_FLAGS is ignored: {devices} devices per host, as the manifest says")
-    reference = ReferenceRun(setup.command, setup.reference_directory, environment)
+    reference = ReferenceRun(setup.command, setup.reference_directory, environment, manifest.job)
     reference.extend_to(manifest.job.steps or REFERENCE_STEPS)
     with contextlib.ExitStack() as stack:
         network = _enter_network(stack, manifest, log)

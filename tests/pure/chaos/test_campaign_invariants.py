@@ -46,6 +46,7 @@ def commit(host: str, step: int, generation: int = 1, **changes: object) -> Step
         generation=generation,
         step=step,
         num_hosts=2,
+        replica=(),
         monotonic_s=100.0 * generation + step,
         state_sha256=f"sha-{step}",
         additive_digest=f"{step:032x}",
@@ -73,6 +74,7 @@ def good_lines() -> list[LedgerEntry]:
                 generation=2,
                 num_steps=2,
                 num_hosts=2,
+                replica=(),
                 monotonic_s=150.0,
                 state_sha256="sha-1",
                 additive_digest=f"{1:032x}",
@@ -185,11 +187,13 @@ def test_a_step_may_have_an_accumulation_that_other_steps_lack() -> None:
     }
 
 
-def part(host: str, number: int, step: int = 0, generation: int = 1) -> StepEntry:
-    """Return the commit of one host's part of a sharded state."""
-    return commit(
-        host, step, generation, state_sha256="", additive_digest=f"{number:016x}{number:016x}", owners={}
-    )
+def part(
+    host: str, number: int, step: int = 0, generation: int = 1, replica: tuple[int, ...] = ()
+) -> StepEntry:
+    """Return the commit of one host's part of a sharded state, or of its replica's."""
+    digest = f"{number:016x}{number:016x}"
+    line = commit(host, step, generation, state_sha256="", additive_digest=digest, owners={})
+    return msgspec.structs.replace(line, replica=replica)
 
 
 def wholes(steps: int) -> dict[int, ReferenceStep]:
@@ -203,6 +207,31 @@ def test_the_parts_of_a_sharded_state_are_summed_and_compared() -> None:
     assert check_commits([part("host-0", 3)], wholes(1)) == [], "a part alone says nothing"
     found = check_commits([part("host-0", 3), part("host-1", 5)], wholes(1))
     assert [violation.invariant for violation in found] == [Invariant.BITS]
+
+
+def test_the_parts_of_each_replica_are_summed_and_compared() -> None:
+    first = [part("host-0", 3, replica=(0, 1)), part("host-1", 4, replica=(0, 1))]
+    second = [part("host-2", 4, replica=(2, 3)), part("host-3", 3, replica=(2, 3))]
+    left_over = part("host-4", 0)
+    assert check_commits([*first, *second, left_over], wholes(1)) == []
+    assert check_completeness([*first, *second[:1]], 1, wholes(1)) == [], "one replica has the whole state"
+    other = [part("host-2", 4, replica=(2, 3)), part("host-3", 5, replica=(2, 3))]
+    for reference in (wholes(1), {}):
+        found = check_commits([*first, *other], reference)
+        assert [violation.invariant for violation in found] == [Invariant.BITS]
+
+
+def test_the_run_without_faults_may_be_that_of_the_hosts_of_one_replica() -> None:
+    parts = [part(host, number, step) for step in range(2) for host, number in (("host-0", 3), ("host-1", 4))]
+    assert {step: known.digest.sum for step, known in read_reference(parts).items()} == {
+        step: known.digest.sum for step, known in wholes(2).items()
+    }
+
+
+def test_a_job_whose_bits_depend_on_its_hosts_has_no_run_to_compare_with() -> None:
+    lines = [part("host-0", 3), part("host-1", 4)]
+    assert check_completeness(lines, 1, None) == []
+    assert [v.invariant for v in check_completeness(lines[:1], 1, None)] == [Invariant.BITS], "never compared"
 
 
 def test_a_step_with_a_part_that_was_never_committed_is_incomplete() -> None:
@@ -223,6 +252,7 @@ def test_a_step_in_which_a_host_died_is_compared_where_it_is_repeated_or_restore
             generation=2,
             num_steps=2,
             num_hosts=2,
+            replica=(),
             monotonic_s=200.0,
             state_sha256="",
             additive_digest=line.additive_digest,
