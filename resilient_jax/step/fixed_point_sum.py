@@ -151,6 +151,16 @@ def add_fixed_point(one: FixedPointSum, other: FixedPointSum) -> FixedPointSum:
 
 def read_fixed_point(total: FixedPointSum, limit: ArrayLike) -> jax.Array:
     """Return the total as floats, rounded to nearest, or next to it."""
+    return scale_units(read_units(total), total.format, limit)
+
+
+def scale_units(units: jax.Array, format: FixedPointFormat, limit: ArrayLike) -> jax.Array:
+    """Return the total whose `read_units` these are."""
+    return units * format.power(limit - format.high_bits)
+
+
+def read_units(total: FixedPointSum) -> jax.Array:
+    """Return the total as floats, in units of the first limb: the same for any limit."""
     format = total.format
     dtype, low_bits = format.float_dtype, format.low_bits
     limbs = list(total.limbs)
@@ -164,7 +174,7 @@ def read_fixed_point(total: FixedPointSum, limit: ArrayLike) -> jax.Array:
     value = jnp.zeros_like(high)
     for limb in reversed(limbs[1:]):  # from the lowest: roundings are of bits that count least
         value = (value + limb.astype(dtype)) * dtype.type(2.0**-low_bits)
-    return (high + value) * format.power(limit - format.high_bits)
+    return high + value
 
 
 def compute_exponent(x: jax.Array) -> jax.Array:

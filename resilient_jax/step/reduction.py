@@ -3,11 +3,13 @@
 For G bytes of float32 on H hosts, a host sends
 
 - `AllReduce`: 2 G (H - 1) / H, by one all-reduce.
-- `ExactReduce` of sums in fixed point: as much for each limb, of which there are two (three for more than 128 addends),
-  by one all-reduce of integers, with all other integers of the tree.
-- `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H. A total has 9 bytes for each element. It is split into H
-  slices; each host receives its slice of every host's total, merges them, reads the sums as floats, and all hosts
-  gather these. A few numbers, such as the loss, go with the integers (`step.binned_table`).
+- `ExactReduce` of sums in fixed point: 3 G (H - 1) / H, of which G are for each limb, of which there are two (three for
+  more than 128 addends). A total is split into H slices; each host receives its slice of every host's total, adds them
+  up, reads the sums as floats, and all hosts gather these.
+- `ExactReduce` of sums in bins: (9 / 4 + 1) G (H - 1) / H, likewise: a total has 9 bytes for each element.
+
+Where there are few numbers two collectives cost more than they save: limbs are added up by one all-reduce with all
+other integers of the tree, and so are bins, in a table (`step.binned_table`).
 
 The result of `ExactReduce` depends neither on H nor on which host has which microbatch.
 
@@ -17,6 +19,7 @@ and is awaited, on a thread that can be given up (see jax_runtime's README).
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -32,7 +35,7 @@ from resilient_jax.step import binned_table, host_grid, resharding
 from resilient_jax.step.assignment import AccumulationSpec
 from resilient_jax.step.binned_sum import BinnedFormat, BinnedSum, merge_binned, read_binned
 from resilient_jax.step.binned_table import compile_table, fits_table, make_table, read_table
-from resilient_jax.step.fixed_point_sum import FixedPointFormat, FixedPointSum
+from resilient_jax.step.fixed_point_sum import FixedPointFormat, FixedPointSum, read_units, scale_units
 from resilient_jax.step.host_grid import (
     HOST_AXIS,
     LOCAL_AXIS,
@@ -53,6 +56,8 @@ from resilient_jax.step.running_total import (
 Tree = TypeVar("Tree")
 WORD_BYTES = 4
 """What hosts exchange is cut into int32: `top` has a byte for each element."""
+MIN_SLICED_SIZE = 2**16
+"""Elements of a tree in fixed point that are added up in slices."""
 
 
 class AllReduce:
@@ -124,14 +129,20 @@ class ExactReduce:
     def _add_up(self, parts: list[Any], limits: np.ndarray) -> None:
         """Replace this host's totals by the sums of all hosts."""
         integers, small, large = _group_parts(parts, self._grid)
+        with_limits = [position for position, part in enumerate(parts) if isinstance(part, FixedPointSum)]
         tables = [make_table([parts[i] for i in positions], self._grid) for positions in small]
-        # What is kept in fixed point is added up like all other integers; the tables go with them.
-        sums_of_integers = self._add_integers([*(parts[i] for i in integers), *tables], limits)
+        # Few numbers in fixed point are added up like all other integers; the tables go with them.
+        sums_of_integers = self._add_integers(
+            [*(parts[i] for i in integers), *tables], limits[np.isin(with_limits, integers)]
+        )
         merged = [
             read_table(table, [parts[i] for i in positions], self._grid)
             for positions, table in zip(small, sums_of_integers[len(integers) :], strict=True)
         ]
-        merged += [self._merge_slices([parts[i] for i in positions]) for positions in large]
+        merged += [
+            self._merge_slices([parts[i] for i in positions], limits[np.isin(with_limits, positions)])
+            for positions in large
+        ]
         # Not strict: the tables follow, and are read above.
         for position, total in zip(integers, sums_of_integers, strict=False):
             parts[position] = total
@@ -157,14 +168,17 @@ class ExactReduce:
         joined = join_complex(leaf, dtype) if leaf.dtype != dtype else leaf
         return host_grid.reshard_like(origin, joined)
 
-    def _merge_slices(self, totals: Sequence[BinnedSum]) -> list[jax.Array]:
-        """Return the sums as floats."""
-        grid = self._grid
-        columns = [grid.pack([total.slots[k] for total in totals]) for k in range(totals[0].format.num_slots)]
-        columns.append(grid.pack([total.top for total in totals]))
-        slices = collective_thread.run(_merge_slices(grid.mesh, totals[0].format), columns)
-        gathered = grid.gather(slices)
-        return grid.unpack(grid.join_slices(gathered, columns[0].shape[1]), [total.top for total in totals])
+    def _merge_slices(
+        self, totals: Sequence[BinnedSum | FixedPointSum], limits: np.ndarray
+    ) -> list[jax.Array]:
+        """Return the sums of totals of one format as floats; `limits` are theirs."""
+        grid, format = self._grid, totals[0].format
+        columns = [grid.pack(column) for column in _list_columns(totals)]
+        slices = collective_thread.run(_merge_slices(grid.mesh, format), columns)
+        flat = grid.join_slices(grid.gather(slices), columns[0].shape[1])
+        if isinstance(format, FixedPointFormat):
+            return _make_scaler(grid, totals)(flat, limits)
+        return grid.unpack(flat, [jax.tree.leaves(total)[-1] for total in totals])
 
     def compile(self, spec: AccumulationSpec, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
         """Compile, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
@@ -184,8 +198,10 @@ class ExactReduce:
         sharded = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
         for positions in large:
             mine = [totals[i] for i in positions]
-            columns = [grid.abstract_pack([total.slots[0] for total in mine])] * mine[0].format.num_slots
-            columns.append(grid.abstract_pack([total.top for total in mine]))
+            columns = [grid.abstract_pack(column) for column in _list_columns(mine)]
+            for column in _list_columns(mine):
+                check()
+                grid.compile_pack(column)
             check()
             merge = _make_merge_slices(grid.mesh, mine[0].format).lower(columns)
             merge.compile()
@@ -194,22 +210,42 @@ class ExactReduce:
             grid.compile_gather(slices)
             check()
             grid.compile_join_slices(slices, columns[0].shape[1])
+            if isinstance(mine[0], FixedPointSum):
+                check()
+                shapes = [total.limbs[0] for total in mine]
+                flat = grid.abstract_local(
+                    [jax.ShapeDtypeStruct(like.shape, mine[0].format.float_dtype) for like in shapes]
+                )
+                _make_scaler(grid, mine).lower(flat, np.zeros(len(mine), np.int32)).compile()
 
 
 def _group_parts(parts: Sequence[Any], grid: HostGrid) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """Return the positions of integers; and, by format, of sums in bins that fit a table, and of those that do not."""
-    integers, binned = [], {}
+    """Return the positions of what goes with integers, in order; of sums, by format, in tables; and in slices."""
+    integers, by_format = [], {}
     for position, part in enumerate(parts):
-        if isinstance(part, BinnedSum):
-            binned.setdefault(part.format, []).append(position)
+        if is_exact(part):
+            by_format.setdefault(part.format, []).append(position)
         else:
             integers.append(position)
     small, large = [], []
-    for positions in binned.values():
-        # A table is replicated over a host's row, and shards are not.
-        fits = not grid.in_shards and fits_table([parts[i] for i in positions], grid.num_hosts)
-        (small if fits else large).append(positions)
-    return integers, small, large
+    for format, positions in by_format.items():
+        totals = [parts[i] for i in positions]
+        if isinstance(format, FixedPointFormat):
+            is_large = sum(math.prod(total.limbs[0].shape) for total in totals) >= MIN_SLICED_SIZE
+            if is_large:
+                large.append(positions)
+            else:
+                integers += positions
+        else:
+            # A table is replicated over a host's row, and shards are not.
+            fits = not grid.in_shards and fits_table(totals, grid.num_hosts)
+            (small if fits else large).append(positions)
+    return sorted(integers), small, large
+
+
+def _list_columns(totals: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return, for each array that a total of this format consists of, those of all totals."""
+    return list(zip(*map(jax.tree.leaves, totals), strict=True))
 
 
 def _group_integers(parts: Sequence[Any]) -> Iterator[list[int]]:
@@ -235,6 +271,20 @@ def _make_read(formats: tuple[FixedPointFormat | None, ...]) -> Any:  # noqa: AN
     return read
 
 
+def _make_scaler(grid: HostGrid, totals: Sequence[Any]) -> Any:  # noqa: ANN401 - a jitted function
+    """Return what reads sums out of a vector of their units, with their limits."""
+    shapes = tuple(total.limbs[0].shape for total in totals)
+    return make_reader(grid, shapes, _make_scale(totals[0].format))
+
+
+@functools.cache
+def _make_scale(format: FixedPointFormat) -> Any:  # noqa: ANN401 - a function
+    def scale(leaves: list[jax.Array], limits: jax.Array) -> list[jax.Array]:
+        return [scale_units(leaf, format, limits[number]) for number, leaf in enumerate(leaves)]
+
+    return scale
+
+
 def compile_read(spec: AccumulationSpec, like: Any) -> None:  # noqa: ANN401 - a tree
     """Compile, for the persistent cache, what a host alone reads: exact sums, sharded as such a tree."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(like)]
@@ -256,8 +306,8 @@ def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return reduce
 
 
-def _make_merge_slices(mesh: Mesh, format: BinnedFormat) -> Any:  # noqa: ANN401 - a jitted function
-    hosts, num_slots = mesh.shape[HOST_AXIS], format.num_slots
+def _make_merge_slices(mesh: Mesh, format: BinnedFormat | FixedPointFormat) -> Any:  # noqa: ANN401 - a jitted function
+    hosts = mesh.shape[HOST_AXIS]
 
     @jax.jit
     @functools.partial(
@@ -268,7 +318,7 @@ def _make_merge_slices(mesh: Mesh, format: BinnedFormat) -> Any:  # noqa: ANN401
         check_vma=False,
     )
     def merge_slices(columns: list[jax.Array]) -> jax.Array:
-        """K times [1, n] of slots and [1, n] of tops -> [1, n / hosts]: a slice of the sums."""
+        """[1, n] of each array that totals consist of -> [1, n / hosts]: a slice of the sums, of limbs in units."""
         size = columns[0].shape[1]
         width = -(-size // (hosts * WORD_BYTES)) * WORD_BYTES  # of a slice: its tops fill whole words
         cut = [jnp.pad(column[0], (0, hosts * width - size)).reshape(hosts, width) for column in columns]
@@ -276,21 +326,22 @@ def _make_merge_slices(mesh: Mesh, format: BinnedFormat) -> Any:  # noqa: ANN401
         # One collective for all: [hosts, words], a row for each host -> the rows that all hosts have for this one.
         rows = jax.lax.all_to_all(jnp.concatenate(words, axis=1), HOST_AXIS, 0, 0, tiled=True)
         ends = np.cumsum([part.shape[1] for part in words])
-        columns_of_hosts = [
+        of_hosts = [
             _from_words(part, column.dtype)
             for part, column in zip(jnp.split(rows, ends[:-1], axis=1), cut, strict=True)
         ]
-        totals = [
-            BinnedSum(
-                tuple(column[host] for column in columns_of_hosts[:num_slots]),
-                columns_of_hosts[-1][host],
-                format,
-            )
-            for host in range(hosts)
-        ]
-        return read_binned(functools.reduce(merge_binned, totals))[None]
+        return _merge_hosts(of_hosts, format)[None]
 
     return merge_slices
+
+
+def _merge_hosts(columns: Sequence[jax.Array], format: BinnedFormat | FixedPointFormat) -> jax.Array:
+    """Return the sums, from [hosts, n] of each array that their totals consist of."""
+    if isinstance(format, FixedPointFormat):
+        return read_units(FixedPointSum(tuple(column.sum(axis=0) for column in columns), format))
+    *slots, top = columns
+    totals = [BinnedSum(tuple(slot[host] for slot in slots), top[host], format) for host in range(len(top))]
+    return read_binned(functools.reduce(merge_binned, totals))
 
 
 def _to_words(rows: jax.Array) -> jax.Array:

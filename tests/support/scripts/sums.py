@@ -24,6 +24,8 @@ from resilient_jax.step.reduction import AllReduce, ExactReduce
 from resilient_jax.step.running_total import add_to_total, compute_exponents, list_formats, start_total
 
 SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "large": (40, 50), "empty": (0, 4)}
+SLICED = {"sliced large float32": (257, 150), "sliced large bfloat16": (200, 150)}
+"""Of arrays that together are so large that each host adds up a slice of them."""
 DTYPES = (np.float32, jnp.bfloat16, np.complex64, np.int32)
 OWNERS = ((0,), (2,), (0, 1, 2), (2, 0, 2, 1, 1, 2, 2), (1, 1, 1))
 """Of each microbatch, the host that has it."""
@@ -32,7 +34,11 @@ OWNERS = ((0,), (2,), (0, 1, 2), (2, 0, 2, 1, 1, 2, 2), (1, 1, 1))
 def part_of(microbatch: int) -> dict[str, np.ndarray]:
     """Return elements of very different magnitude: floats in any other order would give other bits."""
     random = np.random.default_rng(microbatch)
-    return {
+    sliced = {
+        name: random.standard_normal(shape).astype(jnp.bfloat16 if "bfloat16" in name else np.float32)
+        for name, shape in SLICED.items()
+    }
+    return sliced | {
         f"{name} {np.dtype(dtype).name}": (
             random.standard_normal(shape) * 10.0 ** random.integers(-3, 4, shape)
         ).astype(dtype)
