@@ -41,10 +41,10 @@ from resilient_jax.cli.options import (
     read_versions,
 )
 from resilient_jax.cli.outcome_text import describe_for_agent
-from resilient_jax.cluster.agent import INTERRUPTED, LEFT, Agent, open_event_log
+from resilient_jax.cluster.agent import END_RECORD_S, INTERRUPTED, LEFT, Agent, open_event_log
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.notice_grace import DEFAULT_GRACE_S
-from resilient_jax.cluster.run_directory import create_run_directory
+from resilient_jax.cluster.run_directory import create_run_directory, forget_end
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import (
     EXHAUSTION_ERRNOS,
@@ -164,8 +164,8 @@ def agent(
 
     SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are a notice: the host leaves between two steps, so no step is repeated; after
     --grace-s the host leaves anyway. If all hosts get one, the job saves a checkpoint and ends. Further notices change
-    nothing; Ctrl-C ends the host now. With --serve-store the agent serves the store until all other hosts have ended.
-    The time that the script takes after training is not limited.
+    nothing. Ctrl-C ends the host within a second, pressed again at once; on all hosts it ends the job. With
+    --serve-store the agent serves the store until all others have ended. The script's time after training has no limit.
 
     Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80 store
     lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug, 130
@@ -211,6 +211,8 @@ def agent(
 
 def _run_to_end(settings: AgentSettings, access: StoreAccess, *, serve_here: bool) -> int:
     """Run the agent, and say what others can read of the job, and how it ended; return the exit code."""
+    if settings.run_directory is not None and not settings.is_launched:
+        forget_end(settings.run_directory, settings.host)
     with unblocked_output():
         if exposure := describe_exposure(settings.host, settings.address, settings.credentials):
             print_line(exposure)
@@ -256,8 +258,10 @@ async def _run(settings: AgentSettings, access: StoreAccess, *, serve_here: bool
             serve_store(server, store, renewals)
             async with server, renewals:
                 outcome = await _supervise(settings, dataclasses.replace(access, address=server.address))
-                if outcome.exit_code != ExitCode.INTERRUPTED:
-                    await _serve_other_hosts(settings, store)
+                is_interrupted = outcome.exit_code == ExitCode.INTERRUPTED
+                if outcome.message != INTERRUPTED:
+                    # At Ctrl-C on all hosts only until they have read the end.
+                    await _serve_other_hosts(settings, store, END_RECORD_S if is_interrupted else None)
                 journal.unlink(missing_ok=True)
                 return outcome
 
@@ -276,9 +280,9 @@ def _report_journal(host: HostName, journal: Path, log: EventLog, why: str) -> N
         print_line(f"[{host}] the store's journal {journal} is written again")
 
 
-async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> None:
+async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore, limit_s: float | None) -> None:
     """Serve the store until the agents of all other hosts have ended, which need the store; or until Ctrl-C, or the
-    end of the grace of a notice, which they may have got, too.
+    end of the grace of a notice, which they may have got, too; or for `limit_s`, unless it is None.
     """
     loop, signaled = asyncio.get_running_loop(), asyncio.Event()
 
@@ -286,6 +290,8 @@ async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> Non
         loop.call_later(settings.grace.find_s(notice, time.time()), signaled.set)
 
     loop.add_signal_handler(signal.SIGINT, signaled.set)
+    if limit_s is not None:
+        loop.call_later(limit_s, signaled.set)
     for number in list_handled_notices():
         loop.add_signal_handler(number, end_later, number)
     prefix = make_hosts_prefix(settings.job)
@@ -295,7 +301,7 @@ async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> Non
         hosts = sorted(item.key.removeprefix(prefix) for item in found)
         if not hosts:
             return
-        if hosts != before:
+        if hosts != before and limit_s is None:
             print_line(
                 f"[{settings.host}] serving the store until these have ended: {', '.join(hosts)}; Ctrl-C ends it now"
             )

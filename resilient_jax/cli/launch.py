@@ -150,7 +150,8 @@ def launch(
 ) -> None:
     """Train on several hosts on this machine, each with an agent as on a pod.
 
-    Ctrl-C ends the job at once; SIGTERM ends it at a step boundary, with a checkpoint. Exit codes: see `agent --help`.
+    Ctrl-C ends the job at once, pressed again without a record; SIGTERM ends it at a step boundary, with a checkpoint.
+    Exit codes: see `agent --help`.
 
     Example: resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
     """

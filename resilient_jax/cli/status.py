@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +26,10 @@ from resilient_jax.cli.options import StoreTlsOption, TlsOption, print_line
 from resilient_jax.cli.outcome_text import describe_outcome
 from resilient_jax.cli.progress import StepRate, describe_members, describe_steps
 from resilient_jax.cluster.job_report import JobReport, read_job_report
-from resilient_jax.cluster.run_directory import EndedJob, read_ended_job
+from resilient_jax.cluster.run_directory import CONTACT_FILE, EndedJob, read_ended_job, read_host_ends
 from resilient_jax.errors import StoreUnreachable
 from resilient_jax.membership.redundancy import Redundancy
-from resilient_jax.protocol.generation import Generation
+from resilient_jax.protocol.generation import Generation, JobOutcome
 from resilient_jax.protocol.host_status import HostStatus, StandbyStatus
 from resilient_jax.protocol.recovery_records import RecoveryDecision
 from resilient_jax.protocol.slow_hosts import SlowHost
@@ -56,6 +56,8 @@ def status(
     ] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job; of a job that is over, how it ended.
+
+    In the run folder of agents that were started by hand it shows how they ended.
 
     A job of agents on other machines is found by --store and --job, with their token in RESILIENT_JAX_TOKEN.
 
@@ -88,6 +90,13 @@ class _Screen:
         """Show how the job ended."""
         print_line(msgspec.json.encode(ended).decode() if self._is_json else describe_end(ended, time.time()))
 
+    def show_host_ends(self, ends: Mapping[str, EndedJob | None]) -> None:
+        """Show how hand-started agents ended; as JSON only what the last one knows."""
+        if self._is_json:
+            self.show_end(max(filter(None, ends.values()), key=lambda ended: ended.wall_s))
+        else:
+            print_line(describe_host_ends(ends, time.time()))
+
     def show_trouble(self, what: str) -> None:
         """Show why there is no report."""
         if not self._is_json:
@@ -114,6 +123,11 @@ def _show(chosen: Path | RemoteJob, screen: _Screen) -> bool:
     if isinstance(chosen, Path) and (ended := read_ended_job(chosen)) is not None:
         screen.show_end(ended)
         return True
+    if isinstance(chosen, Path) and not (chosen / CONTACT_FILE).exists():
+        ends = read_host_ends(chosen)
+        if any(ends.values()):
+            screen.show_host_ends(ends)
+            return all(ends.values())
     contact = (
         read_live_contact(chosen) if isinstance(chosen, Path) else chosen.make_contact(calls_agents=False)
     )
@@ -136,6 +150,24 @@ def describe_end(ended: EndedJob, now_s: float) -> str:
         f"job {ended.job}: ended {max(now_s - ended.wall_s, 0):.0f} s ago, exit code {ended.outcome.exit_code} | "
         f"{' | '.join(words)}\n{describe_outcome(ended.outcome)}"
     )
+
+
+def describe_host_ends(ends: Mapping[str, EndedJob | None], now_s: float) -> str:
+    """Return how the agents of a run folder ended, once for all that know the same, the newest end first."""
+    found: dict[JobOutcome, dict[str, EndedJob]] = {}
+    for host, ended in ends.items():
+        if ended is not None:
+            found.setdefault(ended.outcome, {})[host] = ended
+    newest = {
+        ", ".join(known): max(known.values(), key=lambda ended: ended.wall_s) for known in found.values()
+    }
+    lines = [
+        f"{hosts}: {describe_end(ended, now_s)}"
+        for hosts, ended in sorted(newest.items(), key=lambda item: -item[1].wall_s)
+    ]
+    if names := ", ".join(host for host, ended in ends.items() if ended is None):
+        lines.append(f"{names}: no end is recorded here: still running, or killed")
+    return "\n".join(lines)
 
 
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:

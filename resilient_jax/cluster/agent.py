@@ -7,6 +7,7 @@ for the worker. An agent decides nothing about membership, not even when it lead
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from resilient_jax.cluster.progress_relay import ProgressRelay
 from resilient_jax.cluster.quarantine import quarantine_host
 from resilient_jax.cluster.reach_watch import ReachWatch
 from resilient_jax.cluster.relay import serve_services
-from resilient_jax.cluster.run_directory import HostLog, make_log_path
+from resilient_jax.cluster.run_directory import EndedJob, HostLog, make_log_path, write_ended_job
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.status_changes import are_snapshots_due
 from resilient_jax.cluster.status_combiner import StatusCombiner, StatusForwarder
@@ -43,6 +44,7 @@ from resilient_jax.protocol.host_status import (
     CoordinationServiceStatus,
     HostStatus,
 )
+from resilient_jax.protocol.worker_report import TrainingProgress
 from resilient_jax.store.interface import Store
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.server import Server
@@ -52,12 +54,13 @@ ANSWER_DELAY_S = 0.5
 """Time after the end of a generation in which a member's worker should stop; its report takes new snapshots along."""
 QUARANTINE_TIMEOUT_S = 3.0
 """For the record of a host that gives up; without a store it has ended all the same."""
-LEFT = "drained"
+LEFT = "this host left after a notice; whether other hosts go on is not recorded here"
 """Message of the outcome of a host that has left after a notice; the job goes on, or has no leader left."""
-INTERRUPTED = "interrupted"
+INTERRUPTED = "this host's user pressed Ctrl-C; whether other hosts go on is not recorded here"
 """The same at Ctrl-C."""
 END_RECORD_S = 1.0
-"""Time for the leader to record the end of a job all of whose hosts must leave, when the grace of a notice is over."""
+"""Time for the leader to record the end of a job all of whose hosts must leave: when the grace of a notice is over, and
+at Ctrl-C."""
 
 
 class Agent:
@@ -83,6 +86,7 @@ class Agent:
         self._server = _make_server(self._context, self._make_status, lambda: self._services.running)
         self._early_outcome: JobOutcome | None = None  # of a notice, or an interrupt, after training
         self._is_out_of_time = False
+        self._is_interrupted = False
         self._services = CoordinationServices(lambda: self._server.address, self._log, self._mark_changed)
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
@@ -160,7 +164,9 @@ class Agent:
                 task.add_done_callback(self._end_if_failed)
             outcome = await self._ended
             await self._supervisor.wait_finished(outcome)
-            return self._early_outcome or self._supervisor.apply_exit_code(outcome)
+            outcome = self._early_outcome or self._supervisor.apply_exit_code(outcome)
+            _keep_end(self._context, outcome, self._supervisor.progress)
+            return outcome
         finally:
             await self._clean_up(tasks)
 
@@ -198,7 +204,17 @@ class Agent:
         self._leave_with(ExitCode.DRAINED, LEFT)
 
     def _on_interrupt(self) -> None:
-        self._leave_with(ExitCode.INTERRUPTED, INTERRUPTED)
+        """Leave; first tell the leader: if all hosts are interrupted, it records the end of the job.
+
+        At once where nobody could record it, and when it comes again.
+        """
+        leave = functools.partial(self._leave_with, ExitCode.INTERRUPTED, INTERRUPTED)
+        if self._is_interrupted or self._is_done() or self._registration.session is None:
+            leave()
+            return
+        self._is_interrupted = True
+        self._mark_changed()
+        asyncio.get_running_loop().call_later(END_RECORD_S, leave)
 
     def _leave_with(self, code: ExitCode, message: str) -> None:
         """End this host's part, and a script that still works after training."""
@@ -238,6 +254,7 @@ class Agent:
             generation=generation.number if generation is not None else GenerationNumber(0),
             is_draining=self._follower.is_leaving,
             is_out_of_time=self._is_out_of_time,
+            is_interrupted=self._is_interrupted,
             is_spare=self._settings.is_spare,
             worker=self._supervisor.status,
             services=self._services.running,
@@ -348,6 +365,21 @@ def _make_server(
     serve_agent(server, context, make_status)
     serve_services(server, list_services)
     return server
+
+
+def _keep_end(context: AgentContext, outcome: JobOutcome, progress: TrainingProgress) -> None:
+    """Write for `status` what this host knows of the end, also if no store does; a launcher knows better."""
+    settings = context.settings
+    if settings.is_launched or settings.run_directory is None:
+        return
+    ended = EndedJob(
+        job=settings.job,
+        outcome=outcome,
+        step=progress.step,
+        metrics=progress.metrics,
+        wall_s=context.clock.wall_s(),
+    )
+    write_ended_job(settings.run_directory, ended, settings.host)
 
 
 def open_event_log(settings: AgentSettings) -> EventLog:

@@ -146,6 +146,8 @@ class Launcher:
         self._restore_folder = restore_folder
         self._credentials = Credentials(secrets.token_hex(16))
         self._interrupted = 0
+        self._is_refused = False
+        """Whether an agent failed as any other would: what the others make of their end is not how the job ends."""
         self._over = asyncio.Event()
         self._keepers: dict[HostName, HostKeeper] = {}
         self._grace_s = settings.grace.seconds
@@ -249,7 +251,7 @@ class Launcher:
         care = HostCare(
             view=self.view,
             over=self._over,
-            end_job=lambda: self._on_signal(signal.SIGINT),
+            end_job=self._end_refused,
             on_line=self._on_line,
             restart_delay_s=settings.host_restart_delay_s,
             max_restarts=settings.max_host_restarts,
@@ -268,7 +270,7 @@ class Launcher:
             for host in hosts:
                 host.cancel()
             await asyncio.gather(*hosts, return_exceptions=True)
-        if self.view.outcome is not None:
+        if self.view.outcome is not None and not self._is_refused:
             return self._with_agents_code(self.view.outcome)
         return self._outcome_without_leader()
 
@@ -454,6 +456,11 @@ class Launcher:
             words = "got SIGHUP, as when a terminal is closed: the job ends at the next step boundary; `nohup` keeps it"
             self._on_line(words.encode())
             self._on_signal(signal.SIGHUP)
+
+    def _end_refused(self) -> None:
+        """End all agents: one was refused for what all were started with."""
+        self._is_refused = True
+        self._on_signal(signal.SIGINT)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Give all hosts the notice, once, or end them now (SIGINT)."""

@@ -65,11 +65,11 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How the last job in a run folder ended.
+    """How the last job in a run folder ended, or a hand-started agent's part in it.
 
     Attributes:
         job: the job's name.
-        outcome: how the job ended, with the exit code of `launch`.
+        outcome: how it ended, with the exit code of `launch` or the agent.
         step: the newest committed step.
         metrics: the metrics of that step.
         wall_s: when the job ended, in seconds since 1970.
@@ -260,10 +260,34 @@ def write_contact(directory: Path, contact: JobContact) -> None:
         raise _unwritable(directory, error) from error
 
 
-def write_ended_job(directory: Path, ended: EndedJob) -> None:
-    """Write how the job ended, for `status`. A full disk does not change how it ended: then nothing is written."""
+def write_ended_job(directory: Path, ended: EndedJob, host: str = "") -> None:
+    """Write how the job ended, for `status`. A full disk does not change how it ended: then nothing is written.
+
+    Args:
+        host: the host whose agent writes what it knows; empty: the job's launcher does.
+    """
     with contextlib.suppress(OSError):
-        _write_atomically(directory / END_FILE, ended)
+        _write_atomically(_make_end_path(directory, host), ended)
+
+
+def forget_end(directory: Path, host: str) -> None:
+    """Forget how the jobs before ended, as a hand-started agent of this host begins."""
+    for path in (directory / END_FILE, _make_end_path(directory, host)):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _make_end_path(directory: Path, host: str) -> Path:
+    return directory / (f"{host}.{END_FILE}" if host else END_FILE)
+
+
+def read_host_ends(directory: Path) -> dict[str, EndedJob | None]:
+    """Return what each hand-started agent of this folder wrote at its end; None: it runs, or was killed.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return {host: _read_end(_make_end_path(directory, host)) for host in find_logs(directory, HostLog.EVENTS)}
 
 
 def _write_atomically(path: Path, content: msgspec.Struct) -> None:
@@ -299,9 +323,12 @@ def read_ended_job(directory: Path) -> EndedJob | None:
     Raises:
         ConfigError: the file cannot be read.
     """
-    path = directory / END_FILE
     if (directory / CONTACT_FILE).exists():
         return None
+    return _read_end(directory / END_FILE)
+
+
+def _read_end(path: Path) -> EndedJob | None:
     try:
         return decode_message(_ENDED_JOB_DECODER, path.read_bytes(), str(path))
     except FileNotFoundError:
@@ -329,4 +356,4 @@ def read_contact(directory: Path) -> JobContact:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}: cannot be read ({error}); expected what `launch` wrote there")
+    return ConfigError(f"{path}: cannot be read ({error}); expected what `launch` or an agent wrote there")

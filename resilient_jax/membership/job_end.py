@@ -1,9 +1,12 @@
-"""The end of a job all of whose hosts got a notice to leave: what is saved first, and what is lost. Pure.
+"""The end of a job all of whose hosts must leave: what is saved first, and what is lost. Pure.
 
 A time limit, `scancel` and SIGTERM to `launch` reach all hosts, within a moment or one after the other. Members save a
 checkpoint in the last step before a boundary that ends the job (`ends_job`). If they stopped at another one,
 because the others had got no notice yet, or lost a host meanwhile, they go on together to do so. No host waits longer
 than its notice allows: one that is out of time ends the job as it is.
+
+Ctrl-C on all hosts ends the job as it is, at once. Agents stay only so long that the end can be recorded: a job that is
+started again can tell that it was interrupted, and has not lost its hosts. An agent that is interrupted alone leaves.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,6 +20,7 @@ from resilient_jax.protocol.generation import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.host_status import HostStatus
 
 NOTICE_TEXT: Final = "all hosts got a notice to leave"
+INTERRUPT_TEXT: Final = "its user pressed Ctrl-C"
 
 
 def have_all_notice(state: MembershipState) -> bool:
@@ -40,6 +44,23 @@ def is_any_staying(
 def saves_on_notice(state: MembershipState) -> bool:
     """Return whether the members save checkpoints, as one of them says."""
     return any(worker.report.checkpoints.saves_on_notice for worker in list_live_workers(state))
+
+
+def decide_to_end_now(state: MembershipState, config: MembershipConfig) -> JobOutcome | None:
+    """Return how the job ends in the middle of a step, as its hosts have no time left; None: it does not."""
+    if are_all_interrupted(state, config):
+        return make_interrupt_outcome(state)
+    return make_notice_outcome(state) if is_out_of_time(state) else None
+
+
+def are_all_interrupted(state: MembershipState, config: MembershipConfig) -> bool:
+    """Return whether the job's user pressed Ctrl-C on every host, spares as well.
+
+    Before there was a world, all that are awaited must have come: what one host's user ends is not the job of others.
+    """
+    hosts = state.hosts.values()
+    least = 1 if state.generation.membership.world > 0 else max(config.num_hosts, 1)
+    return len(hosts) >= least and all(status.is_interrupted for status in hosts)
 
 
 def is_out_of_time(state: MembershipState) -> bool:
@@ -99,6 +120,29 @@ def make_notice_outcome(state: MembershipState) -> JobOutcome:
             "world.is_leaving, and say what is saved by rj.run(..., find_latest_checkpoint=...)"
         )
     return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=int(ExitCode.DRAINED), message=message)
+
+
+def make_interrupt_outcome(state: MembershipState) -> JobOutcome:
+    """Return the outcome of a job that its user interrupted on all hosts.
+
+    Which checkpoint is the newest is known only of idle workers: what is named is what it is at least.
+    """
+    step, saved = find_newest_step(state), _find_saved_step(state)
+    workers = [status.worker for status in state.hosts.values() if status.worker is not None]
+    if step == 0:
+        message = f"interrupted before the first step: {INTERRUPT_TEXT}"
+    elif saved is not None or any(worker.report.checkpoints.saves_on_notice for worker in workers):
+        at_least = f", of step {saved} or later" if saved is not None else ""
+        message = (
+            f"interrupted at step {step}: {INTERRUPT_TEXT}. Started again, the job goes on from its newest "
+            f"checkpoint{at_least}; the steps since then are lost. SIGTERM saves them first"
+        )
+    else:
+        message = (
+            f"interrupted at step {step}, none saved as far as is known: {INTERRUPT_TEXT}. To save: rj.Checkpoints in "
+            "the trainer; in a loop of your own rj.run(..., find_latest_checkpoint=...)"
+        )
+    return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=int(ExitCode.INTERRUPTED), message=message)
 
 
 def _explain_time(state: MembershipState) -> str:

@@ -43,7 +43,7 @@ The rules, from which the code below follows:
 14. Members that cannot reach each other say so: the smallest set of hosts that explains it is taken out, and the pairs
    are named (`reachability`). If none can be spared, all wait with their state for the network.
 15. A job all of whose hosts got a notice ends at a boundary: in the last step before it, it saves a checkpoint. Where a
-   host has no time left it ends as it is. Its outcome says what is saved (`job_end`).
+   host has no time left, or at Ctrl-C on all hosts, it ends as it is. Its outcome says what is saved (`job_end`).
 
 The rules read only statuses (levels), so a new leader goes on from the store. machine.py has them applied when a change
 may matter to one of them. facts.py interprets the statuses, spare_hosts.py chooses the members, rendezvous.py says
@@ -89,9 +89,8 @@ from resilient_jax.membership.generation_end import break_off, finish, quiesce
 from resilient_jax.membership.hangs import Hang, describe_places, find_hang
 from resilient_jax.membership.job_end import (
     decide_to_end,
+    decide_to_end_now,
     have_all_notice,
-    is_out_of_time,
-    make_notice_outcome,
     must_save_first,
 )
 from resilient_jax.membership.job_history import note_progress, note_transition
@@ -206,8 +205,8 @@ def _end_early(state: MembershipState, config: MembershipConfig) -> Generation |
     # Before disruptions: the exit of a worker with an error of the script's is a lost member as well.
     if (reaction := react_to_errors(state, config)) is not None:
         return reaction
-    if is_out_of_time(state):
-        return finish(state.generation, make_notice_outcome(state))
+    if (outcome := decide_to_end_now(state, config)) is not None:
+        return finish(state.generation, outcome)
     if (separation := find_separation(state, config)) and (parted := _part(state, separation, config)):
         return parted
     # In QUIESCE idle members are what is waited for, and reports still carry the failure that led here.

@@ -54,6 +54,8 @@ class Fact(enum.Enum):
     """The member cannot wait for copies that others make."""
     OUT_OF_TIME = enum.auto()
     """The member's host got a notice, and must leave now."""
+    INTERRUPTED = enum.auto()
+    """Its user pressed Ctrl-C."""
     PAUSED = enum.auto()
     """The member has answered the pause of this number."""
     FORMED = enum.auto()
@@ -179,6 +181,7 @@ class MembershipTally:
             ),
             Fact.MUST_LEAVE: is_member and is_wait_too_long_for(self._state, host),
             Fact.OUT_OF_TIME: is_member and status.is_out_of_time,
+            Fact.INTERRUPTED: status.is_interrupted,
             Fact.IS_LEFT_SOURCE: not is_member and host in self._sources,
             Fact.HOLDS_STATE: status.worker is not None and status.worker.report.held.holds_state,
             Fact.RAISED: find_error(generation, status) is not None,
@@ -228,6 +231,8 @@ class MembershipTally:
         """Return whether the generation, or the job, must end now."""
         generation, counts = self._state.generation, self._counts
         if any(counts[fact] for fact in (Fact.RAISED, Fact.LOST, Fact.OUT_OF_TIME, Fact.SEPARATED)):
+            return True
+        if counts[Fact.INTERRUPTED] and counts[Fact.INTERRUPTED] == len(self._state.hosts):
             return True
         # While members unwind, their reports still have the failure that they unwind because of.
         if generation.phase is GenerationPhase.QUIESCE:

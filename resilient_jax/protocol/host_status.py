@@ -146,6 +146,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         generation: the newest generation that the agent had read when it wrote this status.
         is_draining: whether the host leaves after a preemption notice.
         is_out_of_time: whether the time that such a notice leaves is over, so that the host leaves now.
+        is_interrupted: whether its user pressed Ctrl-C, so that the host leaves within a moment.
         is_spare: whether the host was started as a spare: a spare takes part only in the place of another.
         worker: the host's worker; None: none was started yet.
         standby: the process that waits to replace the worker; None: none runs.
@@ -164,6 +165,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: GenerationNumber = GenerationNumber(0)
     is_draining: bool = False
     is_out_of_time: bool = False
+    is_interrupted: bool = False
     is_spare: bool = False
     worker: WorkerStatus | None = None
     standby: StandbyStatus | None = None

@@ -39,8 +39,13 @@ def test_ctrl_c_ends_all_processes_of_the_job(tmp_path: Path) -> None:
         tiny.job.process.send_signal(signal.SIGINT)
         assert tiny.job.wait(patience(3)) == 130, tiny.job.read_tail()
         tiny.check_nothing_left()
-        assert tiny.job.read_output().rstrip().endswith("steps; none of the job's processes is left")
+        words = r"\ninterrupted at step \d+, none saved as far as is known: its user pressed Ctrl-C\."
+        assert re.search(words, tiny.job.read_output()), tiny.job.read_tail()
         assert "Traceback" not in tiny.job.read_output()
+    code, shown = run_command(["status", str(tmp_path / "run")])
+    assert (code, "exit code 130 | step " in shown, "its user pressed Ctrl-C" in shown) == (0, True, True), (
+        shown
+    )
 
 
 def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None:

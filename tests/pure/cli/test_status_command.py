@@ -1,6 +1,7 @@
 """`resilient-jax status` prints a table of a running job without truncated words, or how the last one ended."""
 
 import io
+import re
 import sys
 import time
 
@@ -12,7 +13,7 @@ from resilient_jax.cli import main, status
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cli.progress import StepRate, describe_steps
 from resilient_jax.cluster.job_report import JobReport, find_redundancy
-from resilient_jax.cluster.run_directory import EndedJob, write_ended_job
+from resilient_jax.cluster.run_directory import EndedJob, HostLog, make_log_path, write_ended_job
 from resilient_jax.errors import ExitCode, StoreUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, Seat, WorldId
 from resilient_jax.membership.redundancy import Redundancy
@@ -343,6 +344,40 @@ def test_of_a_job_that_is_over_the_end_is_shown(outcome, said, tmp_path, monkeyp
     with pytest.raises(SystemExit):
         main.main()
     assert msgspec.json.decode(capfd.readouterr().out, type=EndedJob) == ended
+
+
+def test_of_agents_that_were_started_by_hand_each_end_is_shown_once_the_newest_first(
+    tmp_path, monkeypatch, capfd
+):
+    told = JobOutcome(
+        kind=JobOutcomeKind.INTERRUPTED, exit_code=130, message="interrupted at step 7: as told"
+    )
+    left = JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=84, message="this host left")
+    ends = {}
+    for host, outcome, step, ago_s in (
+        ("host-0", told, 6, 5),
+        ("host-1", left, 3, 50),
+        ("host-2", told, 7, 4),
+    ):
+        ends[host] = EndedJob(job="lm", outcome=outcome, step=step, metrics={}, wall_s=time.time() - ago_s)
+        write_ended_job(tmp_path, ends[host], host)
+    for host in (*ends, "host-3"):
+        make_log_path(tmp_path, host, HostLog.EVENTS).touch()
+    monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert end.value.code == ExitCode.DONE
+    assert re.sub(r"ended \d+ s", "ended some s", capfd.readouterr().out).splitlines() == [
+        "host-0, host-2: job lm: ended some s ago, exit code 130 | step 7",
+        "interrupted at step 7: as told",
+        "host-1: job lm: ended some s ago, exit code 84 | step 3",
+        "this host left",
+        "host-3: no end is recorded here: still running, or killed",
+    ]
+    monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", str(tmp_path), "--json"])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert msgspec.json.decode(capfd.readouterr().out, type=EndedJob) == ends["host-2"]
 
 
 MEMBERS = tuple(

@@ -12,12 +12,16 @@ import pytest
 from resilient_jax.cluster.run_directory import (
     CONTACT_FILE,
     EndedJob,
+    HostLog,
     JobContact,
     claim_directory,
     create_numbered_directory,
     create_run_directory,
+    forget_end,
+    make_log_path,
     read_contact,
     read_ended_job,
+    read_host_ends,
     remove_contact,
     write_contact,
     write_ended_job,
@@ -155,10 +159,24 @@ def test_the_end_of_a_job_is_kept_until_the_next_begins(tmp_path: Path) -> None:
     assert read_ended_job(tmp_path) is None
 
 
+def test_an_agent_keeps_its_end_beside_those_of_others_until_it_begins_again(tmp_path: Path) -> None:
+    outcome = JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=130)
+    ended = EndedJob(job="job", outcome=outcome, step=3, metrics={}, wall_s=0.0)
+    for host in ("host-0", "host-1", "host-2"):
+        make_log_path(tmp_path, host, HostLog.EVENTS).touch()
+    write_ended_job(tmp_path, ended)
+    for host in ("host-0", "host-1"):
+        write_ended_job(tmp_path, ended, host)
+    assert read_host_ends(tmp_path) == {"host-0": ended, "host-1": ended, "host-2": None}
+    forget_end(tmp_path, "host-1")
+    assert read_host_ends(tmp_path) == {"host-0": ended, "host-1": None, "host-2": None}
+    assert read_ended_job(tmp_path) is None, "that was a job before"
+
+
 def test_a_damaged_end_of_a_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job_end.json").write_text("{")
     with pytest.raises(
-        ConfigError, match=r"job_end\.json: cannot be read .* expected what `launch` wrote there"
+        ConfigError, match=r"job_end\.json: cannot be read .* expected what `launch` or an agent wrote there"
     ):
         read_ended_job(tmp_path)
 

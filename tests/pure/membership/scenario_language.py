@@ -844,6 +844,7 @@ COMMANDS: Final[Mapping[str, Callable[[Job, list[str], Values], object]]] = {
     "host": _host,
     "notice": _for_each(lambda job, name: job.change(name, is_draining=True)),
     "out-of-time": _for_each(lambda job, name: job.change(name, is_out_of_time=True)),
+    "ctrl-c": _for_each(lambda job, name: job.change(name, is_interrupted=True)),
     "restart": _restart,
     "quarantined": lambda job, names, _: job.give(QuarantineChanged(frozenset(map(HostName, names)))),
     "spare": _spare,
