@@ -98,6 +98,20 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "membership",
+        "membership/job_end.py",
+        "all(status.is_interrupted for status in hosts)",
+        "any(status.is_interrupted for status in hosts)",
+        "Ctrl-C on one host ends the job of the others",
+    ),
+    Mutation(
+        "membership",
+        "membership/tally.py",
+        "if counts[Fact.INTERRUPTED] and counts[Fact.INTERRUPTED] == len(self._state.hosts):",
+        "if counts[Fact.INTERRUPTED] > len(self._state.hosts):",
+        "a leader does not look at Ctrl-C on all hosts while they train",
+    ),
+    Mutation(
+        "membership",
         "membership/rules.py",
         "if not (worker.report.place.has_formed and worker.report.generation == generation.number)",
         "if not worker.report.place.has_formed",

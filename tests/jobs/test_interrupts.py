@@ -7,10 +7,16 @@ from pathlib import Path
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.transport.credentials import TOKEN_VARIABLE
+from tests.chaos.etcd_cluster import EtcdCluster
 from tests.jobs.pod import Pod, loopback_sites
 from tests.support.agents import TOKEN, run_command, served_store
+from tests.support.etcd_needed import needs_etcd
 from tests.support.paths import SCRIPTS
 from tests.support.patience import patience, wait_until
+from tests.support.tiny_job import CONFIG_WITHOUT_STANDBYS, prolong_leases
+
+CONFIG = prolong_leases(CONFIG_WITHOUT_STANDBYS, 4.0)
+"""Longer than an election of etcd."""
 
 
 def interrupt_all(pod: Pod) -> None:
@@ -56,6 +62,31 @@ def test_agents_that_are_interrupted_together_record_the_end_and_the_job_begins_
             if event.kind is EventKind.STEP_COMMITTED and event.wall_s > began_s
         ]
         assert min(map(int, commits)) == saved + 1
+
+
+@needs_etcd
+def test_agents_that_are_interrupted_before_they_train_record_it_in_etcd_and_without_it_in_their_folders(
+    tmp_path: Path,
+) -> None:
+    folder, work = tmp_path / "etcd", tmp_path / "job"
+    folder.mkdir()
+    work.mkdir()
+    with EtcdCluster(folder) as cluster:
+        store = f"{cluster.address}/tests"
+        with Pod(work, store, loopback_sites(2), config=CONFIG) as pod:
+            wait_until("both hosts", lambda: len(report.hosts if (report := pod.report()) else ()) == 2)
+            interrupt_all(pod)
+            code, shown = run_command(["status", "--store", store, "--job", "pod"], {TOKEN_VARIABLE: TOKEN})
+            assert (code, "its user pressed Ctrl-C" in shown) == (0, True), shown
+            for host in list(pod.agents):
+                pod.start(host)
+            pod.wait_training(2)
+            for member in range(3):
+                cluster.kill(member)
+            interrupt_all(pod)
+    for host in pod.agents:
+        code, shown = run_command(["status", str(work / host)])
+        assert (code, "this host's user pressed Ctrl-C" in shown) == (0, True), shown
 
 
 def test_agents_with_a_store_of_their_own_know_the_end_that_was_recorded_there(tmp_path: Path) -> None:
