@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.errors import ResilientJaxError
+from resilient_jax.errors import ExitCode, ResilientJaxError
 from resilient_jax.telemetry.screen_output import unblocked_output
 
 
@@ -109,6 +109,8 @@ def main() -> None:
         with unblocked_output():  # an agent ends, whoever reads its last line
             sys.stderr.write(f"resilient-jax: {error}\n")
         sys.exit(int(error.exit_code))
+    except KeyboardInterrupt:  # while the command was imported, which takes a second: nothing has begun
+        sys.exit(int(ExitCode.INTERRUPTED))
 
 
 if __name__ == "__main__":

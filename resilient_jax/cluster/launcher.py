@@ -332,9 +332,9 @@ class Launcher:
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
         if code == ExitCode.INTERRUPTED:
-            message = (
-                f"interrupted after {self.view.progress.step} steps; none of the job's processes is left"
-            )
+            step = self.view.progress.step
+            when = f"after {step} steps" if step else "before the first step"
+            message = f"interrupted {when}; none of the job's processes is left"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message=message)
         how = ", ".join(f"{host} {describe_agent_end(code)}" for host, code in sorted(codes.items()))
         return JobOutcome(
