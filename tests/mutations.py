@@ -183,9 +183,16 @@ MUTATIONS: Final = (
     Mutation(
         "membership",
         "membership/generation_end.py",
-        "attempts = (1 if made_progress else generation.failures.attempts + 1) if no_member_died else 0",
+        "attempts = (failed if made_progress else generation.failures.attempts + failed) if no_member_died else 0",
         "attempts = 0",
         "failures that no death explains are retried for ever",
+    ),
+    Mutation(
+        "membership",
+        "membership/generation_end.py",
+        "failed = int(why.is_failure)",
+        "failed = 1",
+        "a try with too few hosts counts as a failure of one of them",
     ),
     Mutation(
         "membership",

@@ -27,7 +27,9 @@ class Disruption:
     unreadable_snapshot: SnapshotId | None = None
     """A snapshot that must not be read again."""
     is_explained: bool = False
-    """Whether the end of the coordination service explains it, as a death would."""
+    """Whether the end of the coordination service explains it, as a death would; or that there are too few hosts."""
+    is_failure: bool = True
+    """Whether an attempt to train has failed; else there was none."""
 
 
 def find_disruption(state: MembershipState) -> Disruption | None:
@@ -57,6 +59,9 @@ def find_disruption_by(generation: Generation, member: Member, worker: WorkerSta
     if failure is not None and not is_old and failure.kind is WorkerFailureKind.NO_CLIQUE:
         text = f"{member.host} needs a clique that its world cannot form"
         return Disruption(text, failure_text=failure.text, is_explained=True)
+    if failure is not None and not is_old and failure.kind is WorkerFailureKind.TOO_FEW_HOSTS:
+        text = f"training needs more hosts, as {member.host} has found"
+        return Disruption(text, failure_text=failure.text, is_explained=True, is_failure=False)
     if failure is not None and not is_old and failure.kind is WorkerFailureKind.SNAPSHOT:
         return Disruption(
             f"{member.host} could not read the snapshot",

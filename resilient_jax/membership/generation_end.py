@@ -40,8 +40,9 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
     # The members' own steps: one that only a dead host committed would count as progress forever.
     made_progress = any(w.report.held.step > generation.state.step for w in list_live_workers(state))
     # A death explains the failure. Others are counted, as long as no step is committed between them (rule 7).
-    attempts = (1 if made_progress else generation.failures.attempts + 1) if no_member_died else 0
-    before = generation.failures.suspects if attempts > 1 else ()
+    failed = int(why.is_failure)
+    attempts = (failed if made_progress else generation.failures.attempts + failed) if no_member_died else 0
+    before = generation.failures.suspects if attempts > failed else ()
     suspects = (*before, why.failed_host) if attempts and why.failed_host is not None else before
     return change_fields(
         doubted,
@@ -61,7 +62,7 @@ def quiesce(state: MembershipState, why: Disruption, members: tuple[Member, ...]
         are_parts_doubtful=doubt_parts(state, attempts, is_explained=why.is_explained),
         failed_host=why.failed_host,
         suspects=suspects,
-        taken_out=generation.failures.taken_out if attempts > 1 else None,
+        taken_out=generation.failures.taken_out if attempts > failed else None,
         failure_text=why.failure_text,
         reason=why.reason,
         hang="",

@@ -422,9 +422,7 @@ def _escalate(state: MembershipState, config: MembershipConfig) -> Generation | 
     generation = state.generation
     tries = {Tries.COLLECTIVE: config.max_collective_retries}
     failures = generation.failures
-    needed = generation.record.needed_hosts
-    were_too_few = needed.count > 1 and needed.generation == generation.number - 1
-    if failures.attempts == 0 or were_too_few:  # these wait for others
+    if failures.attempts == 0:
         return None
     action = choose_action(Evidence.COLLECTIVE_FAILED, failures.attempts - 1, tries)
     if action is Action.TAKE_HOST_OUT and failures.taken_out is not None:

@@ -44,6 +44,8 @@ class WorkerFailureKind(enum.StrEnum):
     NO_CLIQUE = "no_clique"
     """A collective was needed for which its world forms no clique any more: the coordination service has ended, or the
     clique was aborted earlier. Nothing else is wrong."""
+    TOO_FEW_HOSTS = "too_few_hosts"
+    """Training needs more hosts, and waits for them: no try has failed."""
     SNAPSHOT = "snapshot"
     """The snapshot that the generation resumes from is corrupt beyond its parity."""
     CORRUPTION = "corruption"

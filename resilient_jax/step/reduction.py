@@ -54,8 +54,6 @@ from resilient_jax.step.running_total import (
 )
 
 Tree = TypeVar("Tree")
-WORD_BYTES = 4
-"""What hosts exchange is cut into int32: `top` has a byte for each element."""
 MIN_SLICED_SIZE = 2**16
 """Elements of a tree in fixed point that are added up in slices."""
 
@@ -173,9 +171,14 @@ class ExactReduce:
     ) -> list[jax.Array]:
         """Return the sums of totals of one format as floats; `limits` are theirs."""
         grid, format = self._grid, totals[0].format
-        columns = [grid.pack(column) for column in _list_columns(totals)]
-        slices = collective_thread.run(_merge_slices(grid.mesh, format), columns)
-        flat = grid.join_slices(grid.gather(slices), columns[0].shape[1])
+        exchanged, size = [], 0
+        # One after the other: what is one array must be made of them, and cut again, which takes as long.
+        for leaves in _list_columns(totals):
+            column = grid.pack(leaves)
+            exchanged.append(collective_thread.run(_exchange(grid.mesh), column))
+            size = column.shape[1]
+        slices = _merge(grid.mesh, format)(exchanged)
+        flat = grid.join_slices(grid.gather(slices), size)
         if isinstance(format, FixedPointFormat):
             return _make_scaler(grid, totals)(flat, limits)
         return grid.unpack(flat, [jax.tree.leaves(total)[-1] for total in totals])
@@ -199,11 +202,17 @@ class ExactReduce:
         for positions in large:
             mine = [totals[i] for i in positions]
             columns = [grid.abstract_pack(column) for column in _list_columns(mine)]
-            for column in _list_columns(mine):
+            exchanged = []
+            for leaves, column in zip(_list_columns(mine), columns, strict=True):
                 check()
-                grid.compile_pack(column)
+                grid.compile_pack(leaves)
+                check()
+                exchange = _make_exchange(grid.mesh).lower(column)
+                exchange.compile()
+                found = exchange.out_info
+                exchanged.append(jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=sharded))
             check()
-            merge = _make_merge_slices(grid.mesh, mine[0].format).lower(columns)
+            merge = _make_merge(grid.mesh, mine[0].format).lower(exchanged)
             merge.compile()
             slices = jax.ShapeDtypeStruct(merge.out_info.shape, merge.out_info.dtype, sharding=sharded)
             check()
@@ -306,33 +315,40 @@ def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return reduce
 
 
-def _make_merge_slices(mesh: Mesh, format: BinnedFormat | FixedPointFormat) -> Any:  # noqa: ANN401 - a jitted function
+def _make_exchange(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     hosts = mesh.shape[HOST_AXIS]
 
     @jax.jit
-    @functools.partial(
+    @_over_hosts(mesh)
+    def exchange(column: jax.Array) -> jax.Array:
+        """[1, n] of each host -> [hosts, n / hosts]: a slice of those of all hosts."""
+        size = column.shape[1]
+        width = -(-size // hosts)
+        rows = jnp.pad(column[0], (0, hosts * width - size)).reshape(hosts, width)
+        return jax.lax.all_to_all(rows, HOST_AXIS, 0, 0, tiled=True)
+
+    return exchange
+
+
+def _make_merge(mesh: Mesh, format: BinnedFormat | FixedPointFormat) -> Any:  # noqa: ANN401 - a jitted function
+    @jax.jit
+    @_over_hosts(mesh)
+    def merge(columns: list[jax.Array]) -> jax.Array:
+        """[hosts, n] of each array that totals consist of -> [1, n] of the sums; of limbs in units."""
+        return _merge_hosts(columns, format)[None]
+
+    return merge
+
+
+def _over_hosts(mesh: Mesh) -> Any:  # noqa: ANN401 - a decorator
+    """Return what runs a function on each device of all hosts, with its part of each argument."""
+    return functools.partial(
         jax.shard_map,
         mesh=mesh.abstract_mesh,  # else its trace would refer to the devices, and be dropped with all others
         in_specs=P(HOST_AXIS, LOCAL_AXIS),
         out_specs=P(HOST_AXIS, LOCAL_AXIS),
         check_vma=False,
     )
-    def merge_slices(columns: list[jax.Array]) -> jax.Array:
-        """[1, n] of each array that totals consist of -> [1, n / hosts]: a slice of the sums, of limbs in units."""
-        size = columns[0].shape[1]
-        width = -(-size // (hosts * WORD_BYTES)) * WORD_BYTES  # of a slice: its tops fill whole words
-        cut = [jnp.pad(column[0], (0, hosts * width - size)).reshape(hosts, width) for column in columns]
-        words = [_to_words(column) for column in cut]
-        # One collective for all: [hosts, words], a row for each host -> the rows that all hosts have for this one.
-        rows = jax.lax.all_to_all(jnp.concatenate(words, axis=1), HOST_AXIS, 0, 0, tiled=True)
-        ends = np.cumsum([part.shape[1] for part in words])
-        of_hosts = [
-            _from_words(part, column.dtype)
-            for part, column in zip(jnp.split(rows, ends[:-1], axis=1), cut, strict=True)
-        ]
-        return _merge_hosts(of_hosts, format)[None]
-
-    return merge_slices
 
 
 def _merge_hosts(columns: Sequence[jax.Array], format: BinnedFormat | FixedPointFormat) -> jax.Array:
@@ -344,22 +360,10 @@ def _merge_hosts(columns: Sequence[jax.Array], format: BinnedFormat | FixedPoint
     return read_binned(functools.reduce(merge_binned, totals))
 
 
-def _to_words(rows: jax.Array) -> jax.Array:
-    """Return [hosts, n] integers of any size as int32, n a multiple of `WORD_BYTES`."""
-    if rows.dtype.itemsize < WORD_BYTES:
-        rows = rows.reshape(rows.shape[0], -1, WORD_BYTES // rows.dtype.itemsize)
-    return jax.lax.bitcast_convert_type(rows, jnp.int32).reshape(rows.shape[0], -1)
-
-
-def _from_words(words: jax.Array, dtype: Any) -> jax.Array:  # noqa: ANN401 - what jnp takes for a dtype
-    if jnp.dtype(dtype).itemsize > WORD_BYTES:
-        words = words.reshape(words.shape[0], -1, jnp.dtype(dtype).itemsize // WORD_BYTES)
-    return jax.lax.bitcast_convert_type(words, dtype).reshape(words.shape[0], -1)
-
-
 # Programs compiled ahead for other worlds are not cached here: they would refer to their meshes after `clear_caches`.
 _reduce = functools.lru_cache(MAX_GRIDS)(_make_reduce)
-_merge_slices = functools.lru_cache(MAX_GRIDS)(_make_merge_slices)
+_exchange = functools.lru_cache(MAX_GRIDS)(_make_exchange)
+_merge = functools.lru_cache(MAX_GRIDS)(_make_merge)
 
 
 def clear_caches() -> None:
@@ -367,5 +371,5 @@ def clear_caches() -> None:
     host_grid.clear_caches()
     resharding.clear_caches()
     binned_table.clear_caches()
-    for cache in (_reduce, _merge_slices):
+    for cache in (_reduce, _exchange, _merge):
         cache.cache_clear()

@@ -84,7 +84,7 @@ class ReplicaPartners:
         cliques: what knows the connections of this process; None: failures do not spare any, so nothing is agreed on.
 
     Attributes:
-        span_hosts: whether any replica, of this host or another, spans several hosts.
+        have_several_hosts: whether any replica, of this host or another, spans several hosts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ReplicaPartners:
         """By replica, and by the indexes of the hosts that hold the same shards."""
         self._prepared: list[Mapping[int, Replica]] = []
         """The replicas of this host, by shape."""
-        self.span_hosts = False
+        self.have_several_hosts = False
 
     def prepare(
         self,
@@ -129,7 +129,7 @@ class ReplicaPartners:
         """
         if all(len(location.host_indexes) == 1 for location in locations):
             return
-        self.span_hosts = True
+        self.have_several_hosts = True
         if self._cliques is None or any(replicas is prepared for prepared in self._prepared):
             return
         if self._mail is None:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +41,6 @@ from resilient_jax.step.assignment import MeshAxes, ReplicaShape, count_devices_
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
 from resilient_jax.trainer.fit_config import MESH_AXES, FitConfig
-from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.planner import allows_axes_by_host
 from resilient_jax.worker.world import World
@@ -76,17 +75,21 @@ class Arrangement:
         return dataclasses.replace(self, placement=self.placement.with_mesh(mesh))
 
     @property
-    def has_shards(self) -> bool:
+    def is_sharded_on_host(self) -> bool:
         """Whether a plan's replicas have several devices here, each with a part of the state."""
         mesh = self.placement.mesh
         return self.plan is not None and not self.spans_hosts and mesh.size > mesh.shape[Axis.REPLICA.value]
 
 
 class _PlanCache(NamedTuple):
-    """The plans that were found by some constants: the best ones by hosts and their devices, others also by axes."""
+    """What was found by some constants: the best plans by hosts and their devices, others also by axes.
+
+    Attributes:
+        plans: the best ones; where no plan fits, why.
+    """
 
     calibration: Calibration
-    plans: dict[tuple[tuple[HostName, int], ...], AnyPlan]
+    plans: dict[tuple[tuple[HostName, int], ...], AnyPlan | PlanError]
     plans_with_axes: dict[tuple[object, ...], AnyPlan | None]
 
 
@@ -155,12 +158,28 @@ class PlanSearcher:
                 f"({self._topology.hosts[0].name}, ...). Start agents with --host-name as in the topology, or add "
                 "the hosts there"
             )
-        counts = self._count_devices(hosts)
+        return self._find_plan(self._count_devices(hosts))
+
+    def _find_plan(self, counts: Mapping[HostName, int]) -> AnyPlan:
+        """Return the best plan for hosts with so many devices.
+
+        Raises:
+            PlanError: no plan fits.
+        """
         key, cache = tuple(counts.items()), self._cache
         if key not in cache.plans:
             request = self._make_request(_restrict_topology(self._topology, counts), cache.calibration)
-            cache.plans[key] = self._search(request)
-        return cache.plans[key]
+            try:
+                constraints = self._constrain(self._planner.axis_sizes)
+                cache.plans[key] = _search_plan(
+                    request, constraints, self.why_equal, are_equal=self.spans_hosts
+                )
+            except PlanError as error:  # these hosts may come again and again, until there are more
+                cache.plans[key] = error
+        found = cache.plans[key]
+        if isinstance(found, PlanError):
+            raise found.with_traceback(None)
+        return found
 
     def find_plan_or_wait(self, hosts: tuple[HostName, ...]) -> AnyPlan:
         """Return what `find_plan` does for the hosts of a generation, which wait for more if these are too few.
@@ -178,11 +197,8 @@ class PlanSearcher:
                 counts = self._count_devices(hosts) | {
                     host: self._topology.host(host).devices for host in absent[:number]
                 }
-                request = self._make_request(
-                    _restrict_topology(self._topology, counts), self._cache.calibration
-                )
                 with contextlib.suppress(PlanError):
-                    self._search(request)
+                    self._find_plan(counts)
                     needed = len(hosts) + number
                     raise TooFewHosts(f"{error}. {needed} hosts of it suffice", needed) from error
             raise
@@ -229,26 +245,6 @@ class PlanSearcher:
         use = host_use or (HostUse.SPANNING if self.spans_hosts else HostUse.FILLED)
         return constrain_to_hosts(axes, self._config.microbatch_size, self._config.num_shared_examples, use)
 
-    def _search(self, request: PlanRequest) -> AnyPlan:
-        constraints = self._constrain(self._planner.axis_sizes)
-        is_equal = self.spans_hosts or len({host.devices for host in request.topology.hosts}) == 1
-        try:
-            equal = search_best(request, constraints)[0]
-        except PlanError as error:
-            if is_equal:
-                raise
-            if self.why_equal:
-                raise PlanError(f"{error}. All hosts have the same axes: {self.why_equal}") from error
-            if (unequal := search_host_axes_plan(request, constraints)) is None:
-                raise
-            return unequal
-        if is_equal:
-            return equal
-        if self.why_equal:
-            reason = f"All hosts have the same axes: {self.why_equal}."
-            return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
-        return search_host_axes_plan(request, constraints, equal_step_s=equal.step_time_s) or equal
-
     def find_stage_plan(self, num_stages: int) -> Plan:
         """Return the best plan of pipelines with so many stages, each on a host, for all hosts of the topology.
 
@@ -271,14 +267,9 @@ class PlanSearcher:
         """The cost of the program; analyzed at the first access."""
         if self._program_cost is None:
             recipe = self._config.recipe
-
-            def loss(model: Any, batch: Any) -> Mean:  # noqa: ANN401 - the user's
-                # Which key it is changes no shape, and so no cost.
-                return recipe.loss_fn(model, batch, jax.random.key(0))[0]
-
             self._program_cost = analyze_program(
                 self._config.model,
-                loss,
+                recipe.trace_loss,
                 make_abstract(self._config.data.batch(0, 0)),
                 name=type(self._config.model).__name__,
                 optimizer=recipe.optimizer,
@@ -322,7 +313,7 @@ class PlanSearcher:
         specs = self._specs[key]
         if self.spans_hosts:
             assert isinstance(plan, Plan), "whole hosts have equal replicas"
-            return _span_hosts(plan, sizes, specs)
+            return _arrange_over_hosts(plan, sizes, specs)
         axes = name_axes(sizes)
         width = math.prod(sizes.values())
         # Where a replica is one device, the state is on as many devices of each host: see `World.local_mesh`. Else a
@@ -341,6 +332,37 @@ class PlanSearcher:
             placement=ParameterPlacement(mesh, specs),
             plan=plan,
         )
+
+
+def _search_plan(
+    request: PlanRequest, constraints: PlanConstraints, why_equal: str, *, are_equal: bool
+) -> AnyPlan:
+    """Return the best plan; of unequal teams where hosts have unequal numbers of devices.
+
+    Args:
+        why_equal: why all hosts need the same axes; "": they do not.
+        are_equal: whether they have them in any case.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    are_equal = are_equal or len({host.devices for host in request.topology.hosts}) == 1
+    try:
+        equal = search_best(request, constraints)[0]
+    except PlanError as error:
+        if are_equal:
+            raise
+        if why_equal:
+            raise PlanError(f"{error}. All hosts have the same axes: {why_equal}") from error
+        if (unequal := search_host_axes_plan(request, constraints)) is None:
+            raise
+        return unequal
+    if are_equal:
+        return equal
+    if why_equal:
+        reason = f"All hosts have the same axes: {why_equal}."
+        return dataclasses.replace(equal, reasons=(*equal.reasons, reason))
+    return search_host_axes_plan(request, constraints, equal_step_s=equal.step_time_s) or equal
 
 
 def _restrict_topology(topology: Topology, counts: Mapping[HostName, int]) -> Topology:
@@ -369,7 +391,7 @@ def _has_plan(request: PlanRequest, constraints: PlanConstraints) -> bool:
     return True
 
 
-def _span_hosts(plan: Plan, sizes: dict[Axis, int], specs: ParameterSpecs) -> Arrangement:
+def _arrange_over_hosts(plan: Plan, sizes: dict[Axis, int], specs: ParameterSpecs) -> Arrangement:
     """Return the arrangement of replicas that are whole hosts, on an abstract mesh of all replicas."""
     axes = name_axes(sizes)
     width = max(host.devices for host in plan.request.topology.hosts)

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -34,7 +33,6 @@ from resilient_jax.trainer.arrangement import (
     name_axes,
 )
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.stage_axes import StageAxes, fit_stage_axes, make_replica_axes
 from resilient_jax.worker.world import World
@@ -114,12 +112,10 @@ class Arranger:
     def _find_specs(self, sizes: Mapping[Axis, int], variables: Variables) -> ParameterSpecs:
         if self._specs is None:  # the same in every generation
             recipe, batch = self._config.recipe, make_abstract(self._config.data.batch(0, 0))
-
-            def loss(model: Any, batch: Any) -> Mean:  # noqa: ANN401 - the user's
-                return recipe.loss_fn(model, batch, jax.random.key(0))[0]
-
             rules = self._config.parallelism.logical_axis_rules
-            tensors = list_state_tensors(self._config.model, loss, batch, logical_axis_rules=rules)
+            tensors = list_state_tensors(
+                self._config.model, recipe.trace_loss, batch, logical_axis_rules=rules
+            )
             _check_names(tensors, sizes)
             self._specs = list_parameter_specs(StatePartitioner(tensors, sizes, rules), variables)
         return self._specs

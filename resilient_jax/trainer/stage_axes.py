@@ -35,7 +35,6 @@ from resilient_jax.sharding.stage_sharding import (
 )
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
 from resilient_jax.trainer.fit_config import FitConfig
-from resilient_jax.trainer.loss_function import Mean
 from resilient_jax.trainer.pipeline_options import Pipeline
 from resilient_jax.trainer.planner import TESTED_PLATFORM
 
@@ -217,11 +216,7 @@ def find_stage_sharding(
 
 def _read_names(config: FitConfig, example: Any) -> dict[str, LogicalNames]:  # noqa: ANN401 - a tree of shapes
     """Return the logical names in the metadata of the model, by path."""
-
-    def loss(model: Any, batch: Any) -> Mean:  # noqa: ANN401 - the user's
-        return config.recipe.loss_fn(model, batch, jax.random.key(0))[0]
-
-    return make_abstract_program(config.model, loss, example).names
+    return make_abstract_program(config.model, config.recipe.trace_loss, example).names
 
 
 def _name_dims(

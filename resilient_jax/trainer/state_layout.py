@@ -326,7 +326,7 @@ def _find_compute_sharding(layout: StateLayout) -> NamedSharding:
     """
     mesh, world = layout.arrangement.placement.mesh, layout.world
     # The replicas of a plan have shards, and each replica its own.
-    if mesh.size == len(world.local_devices) or layout.arrangement.has_shards:
+    if mesh.size == len(world.local_devices) or layout.arrangement.is_sharded_on_host:
         return layout.local_sharding
     return NamedSharding(make_mesh(world.local_devices, DATA_AXIS, f"host {world.host}"), P())
 

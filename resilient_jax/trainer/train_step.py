@@ -93,6 +93,10 @@ class Recipe:
     axis_names: tuple[str, ...] = (DATA_AXIS,)
     is_mesh_free: bool = False
 
+    def trace_loss(self, model: Any, batch: Tree) -> Mean:  # noqa: ANN401 - the user's
+        """Return the loss of a microbatch, for analyses of its program: no key changes a shape, or what it costs."""
+        return self.loss_fn(model, batch, jax.random.key(0))[0]
+
     def apply_loss(
         self,
         loss_fn: LossFunction,

@@ -298,7 +298,7 @@ class Worker:
                     step=max(self._committed.step, order.generation.record.progress),
                 )
                 self._agent.report_found(worker_protocol.report_needed_hosts, needed)
-                return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
+                return False, WorkerFailure(kind=WorkerFailureKind.TOO_FEW_HOSTS, text=text)
             if isinstance(error, SnapshotLost):
                 self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=summarize(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)

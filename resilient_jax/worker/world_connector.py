@@ -86,7 +86,7 @@ class WorldConnector(GenerationScoped):
         The local clique is broken, a collective was given up, or a replica spans hosts whose cliques do not outlive a
         failure elsewhere: those of gloo do.
         """
-        has_replicas = self._partners is not None and self._partners.span_hosts
+        has_replicas = self._partners is not None and self._partners.have_several_hosts
         return self._are_spared_broken or self.has_given_up or (has_replicas and not self._trains_on_cpu)
 
     def begin_generation(self, generation: Generation) -> None:

@@ -22,7 +22,7 @@ from resilient_jax.planning.unequal_plan import UnequalPlan
 from resilient_jax.protocol.plan_records import PlanOutlook
 from resilient_jax.protocol.recovery_records import MAX_FORESEEN_HOSTS
 from resilient_jax.topology import NumberFormat, Peak
-from resilient_jax.trainer import plan_forecast, speculative_compilation
+from resilient_jax.trainer import arrangement, plan_forecast, speculative_compilation
 from resilient_jax.trainer.arrangement import PlanSearcher, estimate_step_s, list_plan_axes
 from resilient_jax.trainer.plan_forecast import PlanForecast, list_likely_groups
 from resilient_jax.trainer.planner import allows_axes_by_host
@@ -154,7 +154,7 @@ def test_the_arrangement_of_a_plan_of_whole_hosts_is_that_of_given_axes():
     variables: Any = None
     found = searcher.make_arrangement(plan, [], variables)
     assert found.spans_hosts
-    assert not found.has_shards
+    assert not found.is_sharded_on_host
     assert found.replica_shape == rj.ReplicaShape(hosts=2, axes=(("fsdp", 4), ("expert", 1), ("tensor", 1)))
     mesh = found.placement.mesh
     assert dict(mesh.shape) == {"replica": 2, "fsdp": 4, "expert": 1, "tensor": 1}
@@ -202,14 +202,14 @@ def test_plans_are_searched_by_the_constants_of_the_generation():
 
 def test_a_search_that_ends_after_new_constants_came_is_not_taken_for_one_by_these(monkeypatch):
     searcher = make_searcher(hosts_with([2] * 4))
-    search = searcher._search
+    search = arrangement.search_best
 
     def search_while_a_generation_begins(*arguments):
         found = search(*arguments)
         searcher.calibrate(SLOW)
         return found
 
-    monkeypatch.setattr(searcher, "_search", search_while_a_generation_begins)
+    monkeypatch.setattr(arrangement, "search_best", search_while_a_generation_begins)
     early = searcher.find_plan(searcher.all_hosts)
     monkeypatch.undo()
     assert searcher.find_plan(searcher.all_hosts).step_time_s > 10 * early.step_time_s
