@@ -16,7 +16,9 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.ledger import (
     ENTRY_ENCODER,
     LEDGER_VARIABLE,
@@ -26,8 +28,10 @@ from resilient_jax.protocol.ledger import (
     StepEntry,
 )
 from resilient_jax.sharding.holder_sharding import find_holders_of
+from resilient_jax.sharding.placements import REPLICA_AXIS
 from resilient_jax.state.array_digest import add_array
 from resilient_jax.state.flat_state import FlatLeaf, FlatState, assemble_array
+from resilient_jax.step.replicas import is_on_replicas
 
 LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Odd numbers, one for each half of the digest: the golden ratio, and the second prime of xxHash64."""
@@ -116,9 +120,21 @@ def find_replica(state: FlatState) -> tuple[int, ...]:
         if not isinstance(value, jax.Array) or value.is_fully_addressable:
             continue
         if find_holders_of(value.sharding) is None:
-            found |= {device.process_index for device in value.sharding.device_set}
+            found |= {device.process_index for device in _list_replica_devices(value)}
     # A host that no replica has, has nothing of it.
     return tuple(sorted(found)) if jax.process_index() in found and not state.is_complete else ()
+
+
+def _list_replica_devices(value: jax.Array) -> list[Device]:
+    """Return the devices that have an array between them: those of this host's replica, or of all hosts."""
+    if not is_on_replicas(value):
+        return sorted(value.sharding.device_set, key=lambda device: device.id)
+    assert isinstance(value.sharding, NamedSharding)
+    mesh = value.sharding.mesh
+    by_replica = np.moveaxis(np.asarray(mesh.devices), mesh.axis_names.index(REPLICA_AXIS), 0)
+    rows = [list(row.flat) for row in by_replica]
+    own = jax.process_index()
+    return next((row for row in rows if any(device.process_index == own for device in row)), [])
 
 
 def _is_first_of(replica: tuple[int, ...], is_first: bool) -> bool:
@@ -175,11 +191,15 @@ def _list_own_shards(
     if isinstance(value, np.ndarray) or is_complete or value.is_fully_addressable:
         array = _to_numpy(value)
         return [((0,) * array.ndim, array)] if is_complete or is_first else []
+    # Of equal shards only one is digested, on whichever host that is: the sum over hosts has each element once.
+    places = value.sharding.devices_indices_map(value.shape)
+    firsts: dict[str, Device] = {}
+    for device in _list_replica_devices(value):
+        firsts.setdefault(str(places[device]), device)
     return [
         (tuple(cut.start or 0 for cut in shard.index), np.asarray(shard.data, order="C"))
         for shard in value.addressable_shards
-        # Of equal shards only one is digested, on whichever host that is: the sum over hosts has each element once.
-        if shard.replica_id == 0
+        if firsts.get(str(shard.index)) == shard.device
     ]
 
 
