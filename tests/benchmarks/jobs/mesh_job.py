@@ -1,9 +1,9 @@
 """The job of the mesh benchmark: a small network with named dims and Adam, its state in shards on replicas of hosts.
 
-    mesh_job.py ours FOLDER STEPS ROOT FSDP [digests] [save]      `rj.Trainer`
-    mesh_job.py ours FOLDER STEPS ROOT 0 [planned]                the same, with axes that a planner searches
-    mesh_job.py bare FOLDER STEPS ROOT                            plain multi-process JAX: two replicas of fsdp 4
-    mesh_job.py FOLDER                                            the same with Orbax, under a supervisor
+    mesh_job.py ours FOLDER STEPS ROOT FSDP [digests] [save] [large]   `rj.Trainer`
+    mesh_job.py ours FOLDER STEPS ROOT 0 [planned]                     the same, with axes that a planner searches
+    mesh_job.py bare FOLDER STEPS ROOT [large]                         plain multi-process JAX: two replicas of fsdp 4
+    mesh_job.py FOLDER                                                 the same with Orbax, under a supervisor
 
 A step is the same microbatches in all of them, and a bare replica adds up as many as one of ours, by `lax.scan`. FOLDER
 gets of each process `times-<pid>.json`, its step times in seconds; `times-<pid>.jsonl`, when each step ended; with
@@ -37,8 +37,8 @@ from tests.benchmarks.paths import REPOSITORY
 from tests.benchmarks.run_end import read_stop
 from tests.benchmarks.step_times import StepTimeWriter
 
-WIDTH, HIDDEN, LAYERS = 192, 384, 3
-ROWS, MICROBATCHES = 128, 4
+WIDTH, HIDDEN, ROWS = (512, 2048, 256) if "large" in sys.argv else (192, 384, 128)
+LAYERS, MICROBATCHES = 3, 4
 PLANNED_ROWS = 192
 """They can be divided among the devices of three hosts, too."""
 DEVICES_OF_HOST, REPLICAS = 2, 2

@@ -83,6 +83,8 @@ class MeshFigures(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_bytes_per_host_ratio: float
     overhead: Spread
     overhead_wall: Spread
+    overhead_large: Spread
+    overhead_large_wall: Spread
     machine: str
     load: float
 
@@ -131,7 +133,8 @@ def mesh(
     `restart_stall_s` is the same as `stall_s`, for as many kills of the same model and mesh with JAX and Orbax alone:
     a supervisor ends all processes, and starts all again from the last checkpoint, with a warm compilation cache.
     `overhead` is the processor time of all processes for a step, over that of plain JAX with the same mesh, less one;
-    `overhead_wall` the same of the time of a step.
+    `overhead_wall` the same of the time of a step; both also of a network of fourteen times as many numbers, and twice
+    as many rows.
     """
     console = open_console(json_only)
     hosts = make_host_names(HOSTS)
@@ -139,6 +142,7 @@ def mesh(
         work = Path(folder)
         console.print("overhead: undisturbed windows, ours and bare JAX in turns")
         processor, wall = measure_overhead(work, steps, windows, console)
+        large_processor, large_wall = measure_overhead(work, steps, windows, console, "large")
         console.print("what a host writes of a checkpoint")
         written = measure_checkpoint(work / "saved")
         console.print("kills of a host: two replicas")
@@ -170,6 +174,8 @@ def mesh(
         checkpoint_bytes_per_host_ratio=round(written, 3),
         overhead=describe(processor),
         overhead_wall=describe(wall),
+        overhead_large=describe(large_processor),
+        overhead_large_wall=describe(large_wall),
         machine=describe_machine(),
         load=round(os.getloadavg()[2], 1),
     )
@@ -229,7 +235,7 @@ def measure_checkpoint(folder: Path) -> float:
 
 
 def measure_overhead(
-    work: Path, steps: int, windows: int, console: Console
+    work: Path, steps: int, windows: int, console: Console, *words: str
 ) -> tuple[list[float], list[float]]:
     """Return what our steps take over those of bare JAX, less one, of each pair of windows: processors, and time.
 
@@ -239,16 +245,15 @@ def measure_overhead(
     for window in range(windows):
         found: dict[str, tuple[float, float]] = {}
         for name in ("ours", "bare") if window % 2 else ("bare", "ours"):
-            folder = work / f"{name}-{window}"
+            folder = work / "-".join([name, str(window), *words])
             if name == "ours":
-                run_quietly(TWO, folder, steps)
+                run_quietly(TWO, folder, steps, *words)
             else:
-                run_bare([str(SCRIPT), "bare", str(folder), str(steps), str(os.getpid())], folder)
+                run_bare([str(SCRIPT), "bare", str(folder), str(steps), str(os.getpid()), *words], folder)
             usage = msgspec.json.decode((folder / "usage.json").read_bytes(), type=dict[str, float])
             found[name] = usage["processor_s"], statistics.median(read_times(folder))
-            console.print(
-                f"  {window + 1}, {name}: a step takes {found[name][1]:.3f} s, processors {found[name][0]:.3f} s"
-            )
+            used_s, step_s = found[name]
+            console.print(f"  {folder.name}: a step takes {step_s:.3f} s, processors {used_s:.3f} s")
         for ratio, ours, bare in zip(ratios, found["ours"], found["bare"], strict=True):
             ratio.append(ours / bare - 1)
     return ratios
@@ -283,6 +288,8 @@ def make_table(figures: MeshFigures) -> Table:
     add("until that restart has regained the step", figures.restart_regained_s, " s")
     add("processor time of a step over plain JAX, less 1", figures.overhead, "", "0.03")
     add("time of a step over plain JAX, less 1", figures.overhead_wall, "")
+    add("processor time of a larger step over plain JAX, less 1", figures.overhead_large, "", "0.03")
+    add("time of a larger step over plain JAX, less 1", figures.overhead_large_wall, "")
     steps = f"{figures.steps_lost}; {figures.steps_lost_r1}; {figures.restart_steps_redone}"
     equal = f"{figures.bitwise_equal}; {figures.bitwise_equal_r1}"
     healthy = (
